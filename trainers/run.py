@@ -209,7 +209,7 @@ class _Run:
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         progress.starts("patching the policy")
-        session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
+        session = stack.enter_context(patch(self.model, **config.training.patch))
         if not current().stock:
             session.verify()
         # Not for evaluation: this keeps the model free of DistributedDataParallel.

@@ -45,8 +45,8 @@ _MISSING = object()
 class Attachment:
     """What `attach` has put into a trainer, until `detach()` or the end of the `with` block."""
 
-    def __init__(self) -> None:
-        self._undo = ExitStack()
+    def __init__(self, cuda_graphs: bool = True) -> None:
+        self._undo, self._cuda_graphs = ExitStack(), cuda_graphs
         self._drift: RolloutDrift | None = None
         self._checks: GradientChecks | None = None
 
@@ -94,7 +94,8 @@ class Attachment:
         fused = vars(model).pop("forward", None)
         if fused is not None:
             self._undo.callback(vars(model).__setitem__, "forward", fused)
-        self._undo.callback(patch(model, grad_dtype=grad_dtype).restore)
+        session = patch(model, grad_dtype=grad_dtype, cuda_graphs=self._cuda_graphs)
+        self._undo.callback(session.restore)
         vars(model)["answer"] = answer  # restore() takes it off
 
     def _freeze(self, model: nn.Module) -> None:
@@ -111,6 +112,7 @@ def attach(
     sampling_metrics: bool = False,
     measure_only: bool = False,
     metrics_of: Sequence[str] = (),
+    cuda_graphs: bool = True,
     **engine: Any,
 ) -> Attachment:
     """Let a trainer generate and train in canonical orders, so that both give the same logprobs.
@@ -140,6 +142,8 @@ def attach(
             Face's `generate` or vLLM and training; of a GRPOTrainer or RLOOTrainer.
         metrics_of: "trl", "verl", "prime_rl", "nemo_rl": their drift metrics of first updates are
             logged too, by their own names and definitions (`parity/foreign_drift.py`).
+        cuda_graphs: generate, and train small models, through CUDA graphs on a GPU. It moves no
+            bit, and graphs keep memory.
         engine: options of `RolloutEngine`, for a trainer that generates.
 
     Returns the attachment, which holds the drift and `detach()`.
@@ -170,7 +174,7 @@ def attach(
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
         raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
-    attachment = Attachment()
+    attachment = Attachment(cuda_graphs)
     try:
         attachment._call_back(trainer, SameModel(trainer, trainer.model))
         if not measure_only:
@@ -179,6 +183,7 @@ def attach(
         if measure_only:
             _watch_stock(attachment, trainer)
         elif generates:
+            engine["cuda_graphs"] = cuda_graphs
             _attach_to_rollouts(attachment, trainer, sampling_metrics, gradients, engine)
         else:
             _attach_to_data(attachment, trainer, kind, gradients)

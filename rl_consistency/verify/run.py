@@ -89,6 +89,7 @@ CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
     ("C2", "weights in place", "all weights written", whole_model.check_weights_in_place),
     ("C3", "chain, regrouped", "micro-batches, padding, gaps", whole_model.check_gradient_chain),
     ("C3", "chain, recomputed", "gradient checkpointing", whole_model.check_gradient_checkpointing),
+    ("C3", "chain, replayed", "CUDA graphs, rows padded", whole_model.check_captured_layers),
 )
 """(claim, subject, what is varied, check) for every model and dtype."""
 
@@ -142,7 +143,8 @@ def schedule_checks_in(setup: OpSetup) -> list[Check]:
 def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     """Checks of one whole model, which is built and patched for the length of the block."""
     model = target.build()
-    with patch(model, grad_dtype=torch.float32):
+    # Checks look at ops, one by one; one check captures the layers itself.
+    with patch(model, grad_dtype=torch.float32, cuda_graphs=False):
         built = Chain(model, target.sweep)
         yield [_check(*row, target.scope, chain=built) for row in chain_rows(target.dtype)]
 

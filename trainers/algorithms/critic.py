@@ -94,7 +94,7 @@ class Critic:
         self._config, self._stack = config, stack
         self.model = CriticModel(policy, seed=config.run.seed)
         self._loaded: Checkpoint | None = None
-        stack.enter_context(patch(self.model.policy, grad_dtype=torch.float32))
+        stack.enter_context(patch(self.model.policy, **config.training.patch))
 
     @property
     def digest(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from pydantic import field_validator
 
 from rl_consistency.trainers.advantages import AdvantageKind
@@ -131,6 +132,9 @@ class TrainingSection(Section):
     accelerate launch is told, else replicated."""
     layout: Literal["packed", "padded"] = "packed"
     """How sequences share a call: end to end, or padded to the longest; the same bits."""
+    cuda_graphs: bool = True
+    """The layers of small models, or of small micro-batches, through CUDA graphs on a GPU; the same
+    bits. Their activations keep their memory between steps."""
     eval_every: CountOrZero = 0
     """Evaluate every this many steps; 0 = never."""
     eval_samples: Count | None = None
@@ -140,3 +144,8 @@ class TrainingSection(Section):
     ends the run; a run that is resumed writes one at its end."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints stay."""
+
+    @property
+    def patch(self) -> dict[str, Any]:
+        """The options of `patch` for a model that is trained: with fp32 master weights."""
+        return {"grad_dtype": torch.float32, "cuda_graphs": self.cuda_graphs}

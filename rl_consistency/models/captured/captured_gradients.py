@@ -72,7 +72,7 @@ class CapturedGradients:
             results.append(result)
             if lent:
                 stores.add(own, kept)
-        for group in _by_dtype(zeroed):
+        for group in by_dtype(zeroed):
             torch._foreach_zero_(group)  # pyright: ignore[reportPrivateImportUsage]
         loads.run()
         replay()
@@ -97,7 +97,7 @@ class _Copies:
             to.copy_(source)
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Lists that one launch each can take."""
     found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:

@@ -62,7 +62,7 @@ class GraphPlace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self._reserved = 0
+        self._reserved = self._kept = 0
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -86,7 +86,14 @@ class GraphPlace:
     def taken(self) -> tuple[int, float]:
         """Bytes that the latest capture took, and the share of the device's memory."""
         taken = torch.cuda.memory_reserved(self._device) - self._reserved
+        self._kept += taken
         return taken, taken / torch.cuda.get_device_properties(self._device).total_memory
+
+    def free(self) -> int:
+        """Bytes that the allocator could give out."""
+        unused = torch.cuda.memory_reserved(self._device) - self._kept
+        unused -= torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + unused
 
     def leave(self) -> None:
         """Wait for the replays of graphs that are dropped now."""
@@ -115,6 +122,7 @@ class LayerGraphs:
         self._room: int | None = None  # rows that there was memory for
         self._model: _Model | None = None
         self._addresses: list[Any] = []
+        self._row_bytes = 0.0  # of activations
         self._gradients: CapturedGradients | None = None
         self._place: Any = None
         self._latest: weakref.ref[_Pass] | None = None
@@ -138,6 +146,7 @@ class LayerGraphs:
         """
         captured = self._found(modules, layers, hidden, call, state)
         if captured is None:
+            self._make_room(hidden.shape[1])
             return layers(hidden, call)
         layout: Any = call.attention_layout
         angles = call.position_embeddings
@@ -222,11 +231,20 @@ class LayerGraphs:
             self._give_up(rows, f"no memory ({error})")
             return None
         taken, share = self._place.taken()
+        self._row_bytes = max(self._row_bytes, taken / rows)
         if share > MOST_MEMORY:
             self._give_up(rows, f"{taken / 2**30:.1f} GiB of activations")
             return None
         self._captured[rows] = found
         return found
+
+    def _make_room(self, rows: int) -> None:
+        """Drop all graphs, for good, if a pass of so many rows op by op would lack their memory."""
+        if not (self._captured and torch.is_grad_enabled()) or self._is_busy():
+            return
+        if rows * self._row_bytes > self._place.free():
+            self._drop()
+            self._give_up(1, "larger steps need the memory")
 
     def _give_up(self, rows: int, reason: str) -> None:
         if not self._captured:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
+from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, LayerGraphs
 from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
 from rl_consistency.models.packing import PackedBatch
@@ -232,6 +233,21 @@ def check_gradient_checkpointing(tally: Tally, chain: Chain) -> None:
     tally.expect("same parameters", stored.keys() == recomputed.keys())
     for name in stored:
         tally.equal(name, stored[name], recomputed[name])
+
+
+def check_captured_layers(tally: Tally, chain: Chain) -> None:
+    """Gradients of passes that a GPU replays from CUDA graphs, and of ops that run one by one."""
+    expected = _gradients(chain)
+    graphs = chain.model.model.layer_graphs = LayerGraphs()
+    try:
+        found = [_gradients(chain) for _ in range(CAPTURED_AT)][-1]
+    finally:
+        chain.model.model.layer_graphs = None
+    if chain.device.type == "cuda" and chain.config.model_type not in SPARSE:
+        tally.expect("layers were captured", len(graphs) > 0)
+    tally.expect("same parameters", expected.keys() == found.keys())
+    for name in expected:
+        tally.equal(name, expected[name], found[name])
 
 
 def _compare_samples(

@@ -30,6 +30,7 @@ from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.models import forward, packing
+from rl_consistency.models.captured.captured_gradients import by_dtype
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler
@@ -217,7 +218,11 @@ def gradients_added_up_per_call(
     return fold_parameter(ctx, parameter, buffer, from_zero)
 
 
-@mutant("atomic accumulation", "C3 linear; chain, regrouped; chain, recomputed")
+@mutant(
+    "atomic accumulation",
+    "C3 linear; chain, regrouped; chain, recomputed; chain, replayed",
+    cuda="C3 linear; chain, regrouped; chain, recomputed",
+)
 def fold_steps_in_any_order() -> AbstractContextManager[None]:
     """The steps of a fold arrive in any order."""
     generator = torch.Generator().manual_seed(0)
@@ -242,6 +247,12 @@ def fold_steps_in_any_order() -> AbstractContextManager[None]:
 def sequences_not_aligned() -> AbstractContextManager[Any]:
     """Packed sequences do not start on a multiple of 16."""
     return attribute(packing, "ALIGNMENT", 1)
+
+
+@mutant("accumulators as they are", cuda="C3 chain, replayed")
+def captured_accumulators_not_zeroed() -> AbstractContextManager[None]:
+    """A replayed pass goes on from what its accumulators hold, whether or not a step begins."""
+    return substituted(by_dtype, lambda tensors: [])
 
 
 # In the chain so few tokens repeat that on a GPU their bf16 gradients add up exactly in fp32.
