@@ -94,6 +94,8 @@ class Contestant:
     """The work on each copy of its operands."""
     context: Context = nullcontext
     """Entered around every call, outside what is timed."""
+    warmups: int = 1
+    """Calls on the first copy, after one on each, before anything is timed."""
 
     @classmethod
     def of(cls, call: Call) -> Contestant:
@@ -176,7 +178,7 @@ class Machine(ColdDevice):
             with settings(), context():
                 return self.timers({"": calls})[""]
         with settings(), context():
-            for call in (*calls, calls[0]):
+            for call in (*calls, *[calls[0]] * contestant.warmups):
                 started = finished_seconds(self.device)
                 call()
                 host = time.perf_counter() - started
@@ -242,7 +244,7 @@ class Machine(ColdDevice):
         with settings(), contestant.context():
             contestant.calls[0]()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return torch.cuda.max_memory_allocated(self.device) + _held_by_graphs() - before
 
     def _trim(self) -> None:
         if torch.cuda.memory_reserved(self.device) > self._total_bytes // 2:
@@ -262,6 +264,15 @@ class Machine(ColdDevice):
         timers = {n: self._prepared(Contestant.of(call), "events") for n, call in calls.items()}
         seconds = self._interleaved(timers)
         return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
+
+
+def _held_by_graphs() -> int:
+    """Bytes in the pools of captured graphs that the allocator counts as free."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

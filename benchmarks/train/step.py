@@ -19,6 +19,7 @@ from benchmarks.peers import LIGER_FP32, batch_invariant_mode, patch_by_liger, p
 from benchmarks.random_shapes import draw_models
 from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
+from rl_consistency.models.captured.layer_graphs import CAPTURED_AT
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -83,14 +84,15 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
     peers, refused = {}, {}
     try:
         if liger := patch_by_liger(liger_model):
-            own = partial(_backward, hugging_face_loss, liger_model)
-            peers["liger"] = Contestant((own,), liger)
+            patched = partial(_backward, hugging_face_loss, liger_model)
+            peers["liger"] = Contestant((patched,), liger)
     except UNAVAILABLE as error:
         refused["liger"] = reason(error)
     if peer("batch_invariant_ops"):
         peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
     with patch(own_model, grad_dtype=torch.float32):
-        ours = Contestant.of(partial(_backward, own_loss, own_model))
+        own = partial(_backward, own_loss, own_model)
+        ours = Contestant((own,), warmups=CAPTURED_AT)  # graphs are captured before the first round
         race = Race(
             ours=ours,
             stock={stock_name: Contestant.of(stock)},

@@ -73,10 +73,10 @@ class RecordedPlace:
         pass
 
 
-class RecordedLayerGraphs(LayerGraphs):
-    """`LayerGraphs` of a model on a CPU; `replays` counts forward passes that gradients follow."""
+class CountedLayerGraphs(LayerGraphs):
+    """`replays` counts forward passes that gradients follow."""
 
-    place, device_type, replays = RecordedPlace, "cpu", 0
+    replays = 0
 
     def run(self, modules, layers, hidden, call, state):
         found = super().run(modules, layers, hidden, call, state)
@@ -84,7 +84,14 @@ class RecordedLayerGraphs(LayerGraphs):
         return found
 
 
-def recorded(model: Any) -> RecordedLayerGraphs:
-    """Graphs for a patched model."""
-    graphs = model.model.layer_graphs = RecordedLayerGraphs()
+class RecordedLayerGraphs(CountedLayerGraphs):
+    """Those of a model on a CPU."""
+
+    place, device_type = RecordedPlace, "cpu"
+
+
+def recorded(model: Any) -> CountedLayerGraphs:
+    """Graphs for a patched model: on a GPU real ones."""
+    kind = CountedLayerGraphs if model.device.type == "cuda" else RecordedLayerGraphs
+    graphs = model.model.layer_graphs = kind()
     return graphs

@@ -24,7 +24,7 @@ def tokens(lengths, seed=0):
 def loss(model, lengths, seed=0):
     sequences = tokens(lengths, seed)
     scored = token_logprobs(model, sequences, prompt_lengths=[1] * len(sequences))
-    weights = torch.linspace(-1, 2, len(scored.logprobs))
+    weights = torch.linspace(-1, 2, len(scored.logprobs)).to(scored.logprobs.device)
     return (scored.logprobs * weights).sum() + 0.1 * scored.entropy.sum()
 
 
@@ -116,7 +116,7 @@ def test_gradients_that_are_there_are_continued_in_their_own_memory(model, made)
             loss(model, BATCHES[0], 1).backward()
     else:
         parameters = list(model.parameters())
-        bucket = torch.zeros(sum(p.numel() for p in parameters))
+        bucket = torch.zeros(sum(p.numel() for p in parameters), device=model.device)
         parts = bucket.split([p.numel() for p in parameters])
         for p, part in zip(parameters, parts):
             p.grad = part.view_as(p) if made != "zeros" else torch.zeros_like(p, dtype=part.dtype)
@@ -277,7 +277,7 @@ def test_scoring_without_gradients_takes_graphs_that_are_there(model):
 
 def test_hidden_states_are_the_callers(model):
     captured_for(model)
-    batches = [torch.tensor(tokens([90], seed)) for seed in (1, 2)]
+    batches = [torch.tensor(tokens([90], seed)).to(model.device) for seed in (1, 2)]
     first = model.model(input_ids=batches[0]).last_hidden_state
     held = first.detach().clone()
     first.sum().backward()
