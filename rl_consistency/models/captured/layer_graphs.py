@@ -24,6 +24,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.autograd import once_differentiable, watched
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.matmul.audit import withdrawn_since
 from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of
 from rl_consistency.models.captured.captured_gradients import CapturedGradients
 from rl_consistency.models.captured.captured_layers import CapturedLayers, Layers
@@ -272,8 +273,9 @@ class _Model:
         self.most_rows = most_rows(modules[0])
 
     def addresses(self) -> list[Any]:
-        """Where the parameters lie, and which of them are trained."""
-        return [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+        """Where the parameters lie, which of them are trained, and the products withdrawn so far."""
+        found: list[Any] = [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+        return [*found, *withdrawn_since(0)]
 
     def buffers(self) -> list[GradientBuffer]:
         """Those of all trained parameters; none at all if one lacks a buffer of its own or has
