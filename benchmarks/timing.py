@@ -154,7 +154,7 @@ class Machine(ColdDevice):
         for name, contestant in {"ours": race.ours, **race.stock, **race.peers}.items():
             settings = numeric_settings if name == "ours" else library_defaults
             gc.collect()
-            before = torch.cuda.memory_allocated(self.device)
+            before = self._taken()
             try:
                 timers[name] = self._prepared(contestant, race.clock, settings)
                 if race.memory:
@@ -209,7 +209,7 @@ class Machine(ColdDevice):
         """Bytes at the peak of one call of a contestant that is not ours, under the library's
         settings."""
         gc.collect()
-        return self._peak(contestant, library_defaults, torch.cuda.memory_allocated(self.device))
+        return self._peak(contestant, library_defaults, self._taken())
 
     def idle_share(self, contestant: Contestant) -> float:
         """The share of the time of a call of ours in which the device waits.
@@ -244,7 +244,11 @@ class Machine(ColdDevice):
         with settings(), contestant.context():
             contestant.calls[0]()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(self.device) + _held_by_graphs() - before
+        return torch.cuda.max_memory_allocated(self.device) + held_by_graphs() - before
+
+    def _taken(self) -> int:
+        """Bytes that are allocated, or that captured graphs keep."""
+        return torch.cuda.memory_allocated(self.device) + held_by_graphs()
 
     def _trim(self) -> None:
         if torch.cuda.memory_reserved(self.device) > self._total_bytes // 2:
@@ -266,8 +270,10 @@ class Machine(ColdDevice):
         return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
 
 
-def _held_by_graphs() -> int:
+def held_by_graphs() -> int:
     """Bytes in the pools of captured graphs that the allocator counts as free."""
+    if not torch.cuda.is_initialized():
+        return 0
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()

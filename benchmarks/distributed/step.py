@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from benchmarks.distributed.ranks import on_ranks
-from benchmarks.timing import Machine
+from benchmarks.timing import Machine, held_by_graphs
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.packing import PackedBatch
@@ -94,7 +94,9 @@ def _timed(world: World, run: Callable[[], None]) -> tuple[float, int]:
         before = torch.cuda.memory_allocated(world.device)
     run()
     seconds = finished_seconds(world.device) - start
-    return seconds, torch.cuda.max_memory_allocated(world.device) - before if cuda else 0
+    if not cuda:
+        return seconds, 0
+    return seconds, torch.cuda.max_memory_allocated(world.device) + held_by_graphs() - before
 
 
 def _step_of(ranks: Strategy, lens: list[int]) -> Callable[[], None]:

@@ -25,7 +25,7 @@ import rl_consistency
 from benchmarks.make_random_model import main as make_random_model
 from benchmarks.rollout.workload import Workload
 from benchmarks.suite import Suites, cases
-from benchmarks.timing import Machine
+from benchmarks.timing import Machine, held_by_graphs
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.gradients import REGROUPINGS
@@ -180,7 +180,8 @@ class _Clock:
         step = {"step": end - self._start, "training": end - self._trained_from}
         self._phases.append({**step, "monitor": self._observed / step["step"]})
         if self._device.type == "cuda":
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated() - self._before)
+            peak = torch.cuda.max_memory_allocated() + held_by_graphs()
+            self._peak = max(self._peak, peak - self._before)
 
     @contextmanager
     def drift_timed(self) -> Iterator[None]:

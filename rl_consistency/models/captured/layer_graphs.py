@@ -41,7 +41,7 @@ CAPTURED_AT = 4
 MOST_CAPTURED = 32
 """Numbers of rows that are captured at most."""
 
-MOST_MEMORY = 1 / 5
+MOST_MEMORY = 1 / 3
 """The share of a GPU's memory that activations may take in graphs. They keep it between steps."""
 
 _op_by_op: ContextVar[bool] = ContextVar("layers_op_by_op", default=False)
@@ -95,6 +95,10 @@ class GraphPlace:
         unused = torch.cuda.memory_reserved(self._device) - self._kept
         unused -= torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + unused
+
+    def release(self) -> None:
+        """Give back the memory of graphs that were dropped."""
+        torch.cuda.empty_cache()
 
     def leave(self) -> None:
         """Wait for the replays of graphs that are dropped now."""
@@ -234,6 +238,7 @@ class LayerGraphs:
         taken, share = self._place.taken()
         self._row_bytes = max(self._row_bytes, taken / rows)
         if share > MOST_MEMORY:
+            del found
             self._give_up(rows, f"{taken / 2**30:.1f} GiB of activations")
             return None
         self._captured[rows] = found
@@ -244,10 +249,13 @@ class LayerGraphs:
         if not (self._captured and torch.is_grad_enabled()) or self._is_busy():
             return
         if rows * self._row_bytes > self._place.free():
+            place = self._place
             self._drop()
+            self._place = place
             self._give_up(1, "larger steps need the memory")
 
     def _give_up(self, rows: int, reason: str) -> None:
+        self._place.release()
         if not self._captured:
             self._place = None  # torch has forgotten a pool that no graph uses
         self._room = rows - 1
@@ -273,7 +281,7 @@ class _Model:
         self.most_rows = most_rows(modules[0])
 
     def addresses(self) -> list[Any]:
-        """Where the parameters lie, which of them are trained, and the products withdrawn so far."""
+        """Where the parameters lie, which are trained, and the products withdrawn so far."""
         found: list[Any] = [(p.data_ptr(), p.requires_grad) for p in self._parameters]
         return [*found, *withdrawn_since(0)]
 
