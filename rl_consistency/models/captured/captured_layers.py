@@ -65,20 +65,20 @@ class CapturedLayers:
 
     def __init__(
         self,
-        layers: Layers,
         rows: int,
         hidden: Tensor,
         angles: tuple[Tensor, Tensor],
         gradients: CapturedGradients,
     ) -> None:
-        self._layers, self.gradients = layers, gradients
+        self.gradients = gradients
         self._hidden, self._gradient = Padded(hidden.detach(), rows), Padded(hidden.detach(), rows)
         self._angles = [Padded(angle.unsqueeze(0), rows) for angle in angles]
         self._forward: GraphPieces | None = None
         self._backward: GraphPieces | None = None
 
-    def capture(self, place: Place) -> None:
-        """Capture both passes; no kernel is compiled and no product certified after two runs."""
+    def capture(self, layers: Layers, place: Place) -> None:
+        """Capture both passes of `layers`. The runs before it compile kernels and certify products,
+        which a capture must not do."""
         forward, backward = place.pieces(), place.pieces()
         found: list[Tensor] = []
         with (
@@ -90,15 +90,15 @@ class CapturedLayers:
         ):
             with place.warming():
                 for _ in range(2):
-                    self._go_backward(self._run(_Seam(None, None)))
+                    self._go_backward(self._run(layers, _Seam(None, None)))
             seam = _Seam(forward, backward)
-            forward.capture(lambda: found.append(self._run(seam)))
+            forward.capture(lambda: found.append(self._run(layers, seam)))
             self._result = borrowed(found[0])
             backward.capture(lambda: found.append(self._go_backward(found[0])))
             self._dhidden = borrowed(found[1])
         self._forward, self._backward = forward, backward
 
-    def _run(self, seam: _Seam) -> Tensor:
+    def _run(self, layers: Layers, seam: _Seam) -> Tensor:
         """The layers as autograd records them."""
         self._leaf = self._hidden.rows.detach().requires_grad_()
 
@@ -108,7 +108,7 @@ class CapturedLayers:
             return _Attention.apply(q, k, v, seam, {"scale": scale, "window": window})
 
         cos, sin = (angle.rows[0] for angle in self._angles)
-        return self._layers(self._leaf, LayerCall((cos, sin), InterruptedSequences.by(attend)))
+        return layers(self._leaf, LayerCall((cos, sin), InterruptedSequences.by(attend)))
 
     def _go_backward(self, result: Tensor) -> Tensor:
         # For parameters autograd would wait for the streams that they were used on. Without asking

@@ -71,7 +71,7 @@ class GraphPlace:
         # A capture takes no memory that the allocator keeps for others, or for this stream.
         torch.cuda.empty_cache()
         self._reserved = torch.cuda.memory_reserved(self._device)
-        before = torch.cuda.current_stream()
+        before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         try:
             with torch.cuda.stream(self._stream):
@@ -158,8 +158,9 @@ class LayerGraphs:
         if not torch.is_grad_enabled():
             self._latest = None
             return captured.forward(hidden, angles, layout)
-        parameters = captured.gradients.parameters
-        return _Replayed.apply(hidden, *angles, layout, self, captured, *parameters)
+        assert self._model is not None
+        trained, read = captured.gradients.parameters, self._model.parameters
+        return _Replayed.apply(hidden, *angles, layout, self, captured, read, *trained)
 
     def _found(
         self,
@@ -218,29 +219,29 @@ class LayerGraphs:
         self, layers: Layers, rows: int, hidden: Tensor, call: LayerCall
     ) -> CapturedLayers | None:
         """The layers captured; None where they cannot be, or memory is missing."""
-        if self._gradients is None:
-            assert self._model is not None
-            buffers = self._model.buffers()
-            if not buffers:
-                self._room = 0
-                return None
-            self._gradients = CapturedGradients(buffers)
+        assert self._model is not None
+        if not (buffers := self._model.buffers()):
+            self._room = 0
+            return None
         if self._place is None:
             self._place = self.place(hidden.device)
-        found = CapturedLayers(layers, rows, hidden, call.position_embeddings, self._gradients)
+        found, fault = None, ""
         try:
-            found.capture(self._place)
+            self._gradients = self._gradients or CapturedGradients(buffers)
+            found = CapturedLayers(rows, hidden, call.position_embeddings, self._gradients)
+            found.capture(layers, self._place)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._give_up(rows, f"no memory ({error})")
-            return None
+            fault = f"no memory ({error})"
         taken, share = self._place.taken()
-        self._row_bytes = max(self._row_bytes, taken / rows)
-        if share > MOST_MEMORY:
+        if not fault and share > MOST_MEMORY:
+            fault = f"{taken / 2**30:.1f} GiB of activations"
+        if fault or found is None:
             del found
-            self._give_up(rows, f"{taken / 2**30:.1f} GiB of activations")
+            self._give_up(rows, fault)
             return None
+        self._row_bytes = max(self._row_bytes, taken / rows)
         self._captured[rows] = found
         return found
 
@@ -277,12 +278,12 @@ class _Model:
 
     def __init__(self, state: Any, modules: Sequence[nn.Module]) -> None:
         self.state, self._modules = state, modules
-        self._parameters = [p for module in modules for p in module.parameters()]
+        self.parameters = [p for module in modules for p in module.parameters()]
         self.most_rows = most_rows(modules[0])
 
     def addresses(self) -> list[Any]:
         """Where the parameters lie, which are trained, and the products withdrawn so far."""
-        found: list[Any] = [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+        found: list[Any] = [(p.data_ptr(), p.requires_grad) for p in self.parameters]
         return [*found, *withdrawn_since(0)]
 
     def buffers(self) -> list[GradientBuffer]:
@@ -306,8 +307,9 @@ class _Model:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, cos, sin, layout, graphs, captured, *parameters):
-        ctx.save_for_backward(hidden, cos, sin)
+    def forward(ctx, hidden, cos, sin, layout, graphs, captured, read, *trained):
+        # Autograd refuses to go backward once any of them was written to.
+        ctx.save_for_backward(hidden, cos, sin, *read)
         ctx.layout, ctx.graphs, ctx.captured = layout, graphs, captured
         ctx.own = _Pass()
         graphs._latest = weakref.ref(ctx.own)
@@ -316,7 +318,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        hidden, cos, sin = ctx.saved_tensors
+        hidden, cos, sin, *_ = ctx.saved_tensors
         graphs, captured, layout = ctx.graphs, ctx.captured, ctx.layout
         if ctx.own.done or graphs._latest is None or graphs._latest() is not ctx.own:
             # Retained, and gone backward before: its activations are computed again.
@@ -330,4 +332,4 @@ class _Replayed(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions[-len(captured.gradients.parameters) :]]
         gradients = captured.gradients.fold(ctx._sequence_nr(), nodes, replay)
         ctx.own.done = True
-        return found[0], None, None, None, None, None, *gradients
+        return found[0], None, None, None, None, None, None, *gradients

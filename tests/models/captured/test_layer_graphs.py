@@ -1,5 +1,7 @@
 """Training through captured layers: the bytes of the ops run one by one, whatever comes between."""
 
+import gc
+import weakref
 from itertools import count
 
 import pytest
@@ -302,3 +304,28 @@ def test_an_error_after_the_layers_leaves_a_step_that_is_not_continued(model):
     expected = alone(model, 3)
     loss(model, BATCHES[0], 3).backward()
     assert same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_written_between_the_two_passes_are_refused(model, frozen):
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.requires_grad_(not frozen)
+    captured_for(model)
+    value = loss(model, BATCHES[0], 1)
+    with torch.no_grad():
+        weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_graphs_do_not_keep_their_model():
+    model = build_preset("tiny-qwen3")
+    with patch(model, grad_dtype=torch.float32):
+        captured_for(model)
+        gone = weakref.ref(model.model)
+        gc.disable()
+        try:
+            del model
+            assert gone() is None
+        finally:
+            gc.enable()
