@@ -248,6 +248,7 @@ class Machine(ColdDevice):
 
     def _taken(self) -> int:
         """Bytes that are allocated, or that captured graphs keep."""
+        torch.cuda.empty_cache()  # graphs that are gone leave their pool to the allocator
         return torch.cuda.memory_allocated(self.device) + held_by_graphs()
 
     def _trim(self) -> None:

@@ -240,14 +240,16 @@ def check_captured_layers(tally: Tally, chain: Chain) -> None:
     expected = _gradients(chain)
     graphs = chain.model.model.layer_graphs = LayerGraphs()
     try:
-        found = [_gradients(chain) for _ in range(CAPTURED_AT)][-1]
+        # The first replay finds accumulators that nothing was folded into, the second does not.
+        for _ in range(CAPTURED_AT + 1):
+            found = _gradients(chain)
+            tally.expect("same parameters", expected.keys() == found.keys())
+            for name in expected:
+                tally.equal(name, expected[name], found.pop(name))
     finally:
         chain.model.model.layer_graphs = None
     if chain.device.type == "cuda" and chain.config.model_type not in SPARSE:
         tally.expect("layers were captured", len(graphs) > 0)
-    tally.expect("same parameters", expected.keys() == found.keys())
-    for name in expected:
-        tally.equal(name, expected[name], found[name])
 
 
 def _compare_samples(
