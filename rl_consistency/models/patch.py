@@ -323,7 +323,7 @@ def patch(
             which torch's optimizers need. fp32 keeps all digits of the fold for an optimizer with
             fp32 master weights.
         cuda_graphs: capture the layers' training passes where the host would take longer than the
-            GPU. It moves no bit. Their activations then keep their memory between steps.
+            GPU. It moves no bit. Activations and gradients then keep their memory between steps.
 
     Raises:
         UnsupportedModelError: names the architecture, module, dtype or setting not covered.

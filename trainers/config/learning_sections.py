@@ -134,7 +134,7 @@ class TrainingSection(Section):
     """How sequences share a call: end to end, or padded to the longest; the same bits."""
     cuda_graphs: bool = True
     """The layers of small models, or of small micro-batches, through CUDA graphs on a GPU; the same
-    bits. Their activations keep their memory between steps."""
+    bits. Activations and gradients then keep their memory between steps."""
     eval_every: CountOrZero = 0
     """Evaluate every this many steps; 0 = never."""
     eval_samples: Count | None = None

@@ -19,6 +19,8 @@ from rl_consistency.kernels.gradient_fold.accumulators import filled
 from rl_consistency.kernels.gradient_fold.backward_passes import adds_to_gradient
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 
+ELSEWHERE = "Call optimizer.zero_grad() and leave .grad in place, or patch(cuda_graphs=False)."
+
 
 class CapturedGradients:
     """The accumulators of some parameters, of one use each."""
@@ -28,6 +30,7 @@ class CapturedGradients:
         self._buffers = buffers
         self._own = [filled(parameter, zeroed=True) for parameter in self.parameters]
         self._alone = [_references(own) for own in self._own]
+        self._places = {own.data_ptr() for own in self._own}
 
     @contextmanager
     def folded_into(self) -> Iterator[None]:
@@ -43,7 +46,9 @@ class CapturedGradients:
         """Run `replay` in the backward pass that goes on; what a backward function returns for each
         parameter. `op` is autograd's number of that function, `nodes` where the gradients go."""
         zeroed: list[Tensor] = []
-        loads, stores = _Copies(), _Copies()
+        loads, stores, restores = _Copies(), _Copies(), _Copies()
+        if {own.data_ptr() for own in self._own} != self._places:
+            raise ValueError(f"the memory of a gradient was resized. {ELSEWHERE}")
         results: list[Tensor | None] = []
         for i, (buffer, own, node) in enumerate(zip(self._buffers, self._own, nodes, strict=True)):
             accumulates = adds_to_gradient(node) if self.parameters[i].requires_grad else None
@@ -51,6 +56,8 @@ class CapturedGradients:
             if found is not None and found.data_ptr() == own.data_ptr():
                 results.append(found)
                 continue
+            if found is not None and found.data_ptr() in self._places:
+                raise ValueError(f"a parameter was given the gradient of another one. {ELSEWHERE}")
             # Somebody has what an earlier pass was given: `.grad`, or a caller who kept it.
             lent = _references(own) != self._alone[i]
             if lent:
@@ -68,15 +75,18 @@ class CapturedGradients:
                 result = torch.empty_like(own)
                 stores.add(result, own)
             else:
-                result = own.detach()
+                result = own.data  # an alias with a version of its own, which autograd looks at
             results.append(result)
             if lent:
-                stores.add(own, kept)
-        for group in by_dtype(zeroed):
-            torch._foreach_zero_(group)  # pyright: ignore[reportPrivateImportUsage]
-        loads.run()
-        replay()
-        stores.run()
+                restores.add(own, kept)
+        try:
+            for group in by_dtype(zeroed):
+                torch._foreach_zero_(group)  # pyright: ignore[reportPrivateImportUsage]
+            loads.run()
+            replay()
+            stores.run()
+        finally:
+            restores.run()  # whatever happened, what others hold is theirs
         return [
             None if result is None else buffer.finish(result)
             for buffer, result in zip(self._buffers, results, strict=True)
@@ -84,7 +94,7 @@ class CapturedGradients:
 
 
 class _Copies:
-    """Copies that are made together, in the order in which they were added."""
+    """Copies that are made one after another, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []

@@ -43,6 +43,10 @@ class Place(Protocol):
         """A call to capture."""
         ...
 
+    def use(self) -> AbstractContextManager[None]:
+        """Inside the block replays are queued, behind those on other streams."""
+        ...
+
 
 class Padded:
     """Memory for `rows` rows, of which a batch has the first ones and the others hold zeros."""
@@ -52,11 +56,12 @@ class Padded:
         self._used = 0
 
     def load(self, values: Tensor) -> None:
-        """Queue a copy of [1, r, ...]."""
+        """Queue a copy of [1, r, ...], and zeros where a longer batch was."""
         used = values.shape[1]
+        before, self._used = self._used, max(used, self._used)
         self.rows[:, :used].copy_(values)
-        if used < self._used:
-            self.rows[:, used : self._used].zero_()
+        if used < before:
+            self.rows[:, used:before].zero_()
         self._used = used
 
 
@@ -96,7 +101,7 @@ class CapturedLayers:
             self._result = borrowed(found[0])
             backward.capture(lambda: found.append(self._go_backward(found[0])))
             self._dhidden = borrowed(found[1])
-        self._forward, self._backward = forward, backward
+        self._forward, self._backward, self._place = forward, backward, place
 
     def _run(self, layers: Layers, seam: _Seam) -> Tensor:
         """The layers as autograd records them."""
@@ -120,18 +125,20 @@ class CapturedLayers:
     ) -> Tensor:
         """[1, r, H] of hidden states [1, r, H] and angles [r, D/2] each."""
         assert self._forward is not None
-        self._hidden.load(hidden)
-        for memory, values in zip(self._angles, angles, strict=True):
-            memory.load(values.unsqueeze(0))
-        self._forward.replay(layout)
-        return self._result[:, : hidden.shape[1]].clone()
+        with self._place.use():
+            self._hidden.load(hidden)
+            for memory, values in zip(self._angles, angles, strict=True):
+                memory.load(values.unsqueeze(0))
+            self._forward.replay(layout)
+            return self._result[:, : hidden.shape[1]].clone()
 
     def backward(self, gradient: Tensor, layout: PackedSequences) -> Tensor:
         """The gradient of the hidden states [1, r, H]; the parameters' go where they are folded."""
         assert self._backward is not None
-        self._gradient.load(gradient)
-        self._backward.replay(layout)
-        return self._dhidden[:, : gradient.shape[1]].clone()
+        with self._place.use():
+            self._gradient.load(gradient)
+            self._backward.replay(layout)
+            return self._dhidden[:, : gradient.shape[1]].clone()
 
 
 class _Seam:

@@ -7,6 +7,7 @@ backward. No bit moves: the graphs hold the ops that run without them.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,9 @@ CAPTURED_AT = 4
 MOST_CAPTURED = 32
 """Numbers of rows that are captured at most."""
 
+MOST_MOVES = 3
+"""How often the weights may move before nothing more is captured."""
+
 MOST_MEMORY = 1 / 3
 """The share of a GPU's memory that activations may take in graphs. They keep it between steps."""
 
@@ -64,6 +68,7 @@ class GraphPlace:
         self._device = device
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._reserved = self._kept = 0
+        self._last: Any = None  # event of the latest replay
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -83,6 +88,17 @@ class GraphPlace:
     def pieces(self) -> GraphPieces:
         """A call to capture."""
         return GraphPieces(self._pool, self._stream)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """See `captured_layers.Place`."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        try:
+            yield
+        finally:
+            self._last = stream.record_event()
 
     def taken(self) -> tuple[int, float]:
         """Bytes that the latest capture took, and the share of the device's memory."""
@@ -130,6 +146,9 @@ class LayerGraphs:
         self._row_bytes = 0.0  # of activations
         self._gradients: CapturedGradients | None = None
         self._place: Any = None
+        self._moves = 0
+        self._lock = threading.Lock()
+        """Held while graphs are looked for and replayed: all of them share their memory."""
         self._latest: weakref.ref[_Pass] | None = None
         """The pass whose activations lie in the pool."""
 
@@ -149,10 +168,17 @@ class LayerGraphs:
         `modules` are what runs in it, layers first; `state` is equal where nothing that the forward
         reads was changed.
         """
-        captured = self._found(modules, layers, hidden, call, state)
-        if captured is None:
-            self._make_room(hidden.shape[1])
-            return layers(hidden, call)
+        if self._lock.acquire(blocking=False):  # else another thread replays
+            try:
+                captured = self._found(modules, layers, hidden, call, state)
+                if captured is not None:
+                    return self._replayed(captured, hidden, call)
+                self._make_room(hidden.shape[1])
+            finally:
+                self._lock.release()
+        return layers(hidden, call)
+
+    def _replayed(self, captured: CapturedLayers, hidden: Tensor, call: LayerCall) -> Tensor:
         layout: Any = call.attention_layout
         angles = call.position_embeddings
         if not torch.is_grad_enabled():
@@ -175,10 +201,14 @@ class LayerGraphs:
             return None
         if self._model is None or self._model.state != state:
             self._drop()
-            self._model = _Model(state, modules)
+            self._model, self._room, self._moves = _Model(state, modules), None, 0
         if (addresses := self._model.addresses()) != self._addresses:
+            self._moves += len(self._captured) > 0
             self._drop()
             self._addresses = addresses
+            if self._moves > MOST_MOVES:
+                self._give_up(1, "weights were moved or frozen again and again")
+                self._moves = 0
         rows = bucket_of(hidden.shape[1])
         if rows > self._model.most_rows or (self._room is not None and rows > self._room):
             return None
@@ -200,6 +230,8 @@ class LayerGraphs:
             and not _op_by_op.get()
             and not compiles_only()
             and not watched()
+            and not torch.is_anomaly_enabled()  # it reads every gradient
+            and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
             and not torch.is_autocast_enabled(self.device_type)
             and _top_saved_tensors_default_hooks(False) is None
         )
@@ -209,11 +241,14 @@ class LayerGraphs:
         return latest is not None and not latest.done
 
     def _drop(self) -> None:
+        place, self._place = self._place, None  # torch forgets a pool that no graph uses
         if self._captured:
-            self._place.leave()
+            place.leave()
         self._captured.clear()
         self._asked.clear()
-        self._room = self._gradients = self._place = self._latest = None
+        self._gradients = self._latest = None
+        if place is not None:
+            place.release()
 
     def _capture(
         self, layers: Layers, rows: int, hidden: Tensor, call: LayerCall
@@ -232,6 +267,7 @@ class LayerGraphs:
             found.capture(layers, self._place)
         except RuntimeError as error:
             if not is_out_of_memory(error):
+                self._room = 0  # it would fail again
                 raise
             fault = f"no memory ({error})"
         taken, share = self._place.taken()
@@ -250,15 +286,10 @@ class LayerGraphs:
         if not (self._captured and torch.is_grad_enabled()) or self._is_busy():
             return
         if rows * self._row_bytes > self._place.free():
-            place = self._place
-            self._drop()
-            self._place = place
             self._give_up(1, "larger steps need the memory")
 
     def _give_up(self, rows: int, reason: str) -> None:
-        self._place.release()
-        if not self._captured:
-            self._place = None  # torch has forgotten a pool that no graph uses
+        self._drop()  # one pool holds them all; smaller ones are captured again
         self._room = rows - 1
         warnings.warn(
             f"training steps of {rows} rows are not captured as CUDA graphs: {reason}. They run op "
@@ -308,6 +339,7 @@ class _Model:
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, cos, sin, layout, graphs, captured, read, *trained):
+        ctx.places = [parameter.data_ptr() for parameter in read]
         # Autograd refuses to go backward once any of them was written to.
         ctx.save_for_backward(hidden, cos, sin, *read)
         ctx.layout, ctx.graphs, ctx.captured = layout, graphs, captured
@@ -318,18 +350,25 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        hidden, cos, sin, *_ = ctx.saved_tensors
+        hidden, cos, sin, *read = ctx.saved_tensors
         graphs, captured, layout = ctx.graphs, ctx.captured, ctx.layout
-        if ctx.own.done or graphs._latest is None or graphs._latest() is not ctx.own:
-            # Retained, and gone backward before: its activations are computed again.
-            captured.forward(hidden, (cos, sin), layout)
-            graphs._latest = weakref.ref(ctx.own)
+        if [parameter.data_ptr() for parameter in read] != ctx.places:
+            raise ValueError(
+                "weights were moved to other memory between forward and backward. Move them before "
+                "the forward pass, or patch(cuda_graphs=False)."
+            )
         found: list[Tensor] = []
 
         def replay() -> None:
             found.append(captured.backward(grad_outputs[0], layout))
 
-        nodes = [node for node, _ in ctx.next_functions[-len(captured.gradients.parameters) :]]
-        gradients = captured.gradients.fold(ctx._sequence_nr(), nodes, replay)
-        ctx.own.done = True
+        with graphs._lock:
+            if ctx.own.done or graphs._latest is None or graphs._latest() is not ctx.own:
+                # Another pass has the pool, or this one has gone backward before: its activations
+                # are computed again.
+                captured.forward(hidden, (cos, sin), layout)
+                graphs._latest = weakref.ref(ctx.own)
+            ctx.own.done = True
+            nodes = [node for node, _ in ctx.next_functions[-len(captured.gradients.parameters) :]]
+            gradients = captured.gradients.fold(ctx._sequence_nr(), nodes, replay)
         return found[0], None, None, None, None, None, None, *gradients

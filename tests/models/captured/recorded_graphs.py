@@ -63,6 +63,9 @@ class RecordedPlace:
     def pieces(self) -> Any:
         return RecordedPieces()
 
+    def use(self) -> Any:
+        return nullcontext()
+
     def taken(self) -> tuple[int, float]:
         return 0, 0.0
 
