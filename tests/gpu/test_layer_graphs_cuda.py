@@ -9,9 +9,10 @@ from rl_consistency.models.captured import layer_graphs
 from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, layers_op_by_op
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
+from tests.models.captured.passes import alone, captured_for, gradients, loss, same
 from tests.models.captured.recorded_graphs import recorded
-from tests.models.captured.test_layer_graphs import *  # noqa: F403 (every test of it, on a GPU)
-from tests.models.captured.test_layer_graphs import alone, captured_for, gradients, loss, same
+from tests.models.captured.test_failed_passes import *  # noqa: F403 (its tests, on a GPU)
+from tests.models.captured.test_layer_graphs import *  # noqa: F403 (the same)
 
 pytestmark = pytest.mark.gpu
 

@@ -2,71 +2,24 @@
 
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import pytest
 import torch
 
-from rl_consistency.models.captured.captured_layers import CapturedLayers
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, MOST_MOVES, layers_op_by_op
+from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, layers_op_by_op
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.presets import build_preset
+from tests.models.captured.passes import (
+    BATCHES,
+    alone,
+    captured_for,
+    gradients,
+    loss,
+    same,
+    steps,
+    tokens,
+)
 from tests.models.captured.recorded_graphs import recorded
-
-BATCHES = ([40, 3, 17], [64], [1, 1, 50], [16, 15, 20, 2])
-"""Lengths of scored tokens; 96, 80, 96 and 96 rows, which one captured call of 96 has room for."""
-
-
-def tokens(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 60, (n + 1,), generator=generator).tolist() for n in lengths]
-
-
-def loss(model, lengths, seed=0):
-    sequences = tokens(lengths, seed)
-    scored = token_logprobs(model, sequences, prompt_lengths=[1] * len(sequences))
-    weights = torch.linspace(-1, 2, len(scored.logprobs)).to(scored.logprobs.device)
-    return (scored.logprobs * weights).sum() + 0.1 * scored.entropy.sum()
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def steps(model, *, micro_batches=2):
-    """Losses and gradients of several steps of several micro-batches."""
-    found, seeds = [], count()
-    for _ in range(3):
-        model.zero_grad(set_to_none=True)
-        for lengths in BATCHES[:micro_batches]:
-            value = loss(model, lengths, next(seeds))
-            value.backward()
-            found.append(value.detach())
-        found.append(gradients(model))
-    return found
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return same_bytes(a, b)
-
-
-@pytest.fixture(params=[("tiny-qwen3", torch.bfloat16), ("tiny-qwen2", torch.float32)], ids=str)
-def model(request):
-    model = build_preset(*request.param)
-    with patch(model, grad_dtype=torch.float32):
-        yield model
-
-
-@pytest.fixture
-def graphs(model):
-    return recorded(model)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
@@ -76,28 +29,6 @@ def test_replayed_steps_are_those_of_ops_one_by_one(model, micro_batches):
     assert same(steps(model, micro_batches=micro_batches), expected)
     assert graphs.replays == max(3 * micro_batches - CAPTURED_AT + 1, 0)
     assert same(steps(model, micro_batches=micro_batches), expected)
-
-
-def captured_for(model, lengths=BATCHES[0]):
-    """Graphs that have captured the rows of these lengths; no gradient is left."""
-    graphs = recorded(model)
-    for _ in range(CAPTURED_AT):
-        loss(model, lengths).backward()
-    assert len(graphs) == graphs.replays == 1
-    model.zero_grad(set_to_none=True)
-    graphs.replays = 0
-    return graphs
-
-
-def alone(model, *seeds, lengths=BATCHES[0]):
-    """Gradients of these micro-batches, op by op."""
-    model.zero_grad(set_to_none=True)
-    with layers_op_by_op():
-        for seed in seeds:
-            loss(model, lengths, seed).backward()
-    found = gradients(model)
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def test_a_gradient_that_somebody_keeps_is_not_written_to(model):
@@ -289,25 +220,6 @@ def test_hidden_states_are_the_callers(model):
     assert same(first.detach(), held)
 
 
-def test_an_error_after_the_layers_leaves_a_step_that_is_not_continued(model):
-    captured_for(model)
-    loss(model, BATCHES[0], 1).backward()
-    embedding = model.model.embed_tokens.weight
-
-    def fail(_):
-        raise RuntimeError("of a hook")
-
-    handle = embedding.register_hook(fail)
-    with pytest.raises(RuntimeError, match="of a hook"):
-        loss(model, BATCHES[0], 2).backward()
-    handle.remove()
-    with pytest.raises(ValueError, match="ended in an error"):
-        loss(model, BATCHES[0], 2).backward()
-    expected = alone(model, 3)
-    loss(model, BATCHES[0], 3).backward()
-    assert same(gradients(model), expected)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weights_written_between_the_two_passes_are_refused(model, frozen):
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -331,113 +243,3 @@ def test_graphs_do_not_keep_their_model():
             assert gone() is None
         finally:
             gc.enable()
-
-
-def failing_after_the_replay(monkeypatch, error):
-    """Let the next replay of a backward pass end in an error."""
-    backward = CapturedLayers.backward
-
-    def fail(*given):
-        backward(*given)
-        monkeypatch.undo()
-        raise error
-
-    monkeypatch.setattr(CapturedLayers, "backward", fail)
-
-
-def test_a_failed_pass_leaves_the_gradients_of_others_alone(model, monkeypatch):
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    first, both = alone(model, 1), alone(model, 1, 3)
-    captured_for(model)
-    loss(model, BATCHES[0], 1).backward()
-    value = loss(model, BATCHES[0], 2)
-    failing_after_the_replay(monkeypatch, RuntimeError("of a replay"))
-    with pytest.raises(RuntimeError, match="of a replay"):
-        torch.autograd.grad(value, [weight])
-    assert same(gradients(model), first)
-    loss(model, BATCHES[0], 3).backward()
-    assert same(gradients(model), both)
-
-
-def test_a_stopped_pass_leaves_kept_gradients_alone_and_is_done(model, monkeypatch):
-    first = alone(model, 1)
-    graphs = captured_for(model)
-    loss(model, BATCHES[0], 1).backward()
-    kept = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    value = loss(model, BATCHES[0], 2)
-    failing_after_the_replay(monkeypatch, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        value.backward()
-    assert same(kept, first) and not graphs._is_busy()
-
-
-def test_a_hook_that_comes_between_two_passes_is_no_error(model):
-    expected = alone(model, 1, 2)
-    captured_for(model)
-    loss(model, BATCHES[0], 1).backward()
-    model.model.layers[0].self_attn.q_proj.weight.register_hook(lambda gradient: None)
-    loss(model, BATCHES[0], 2).backward()
-    assert same(gradients(model), expected)
-
-
-@pytest.mark.parametrize("what", ["exchanged", "resized", "moved"])
-def test_memory_that_was_taken_away_is_refused(model, what):
-    captured_for(model)
-    loss(model, BATCHES[0], 1).backward()
-    a, b = (model.model.layers[i].mlp.up_proj.weight for i in (0, 1))
-    if what == "exchanged":
-        a.grad, b.grad = b.grad, a.grad
-    elif what == "resized":
-        a.grad.untyped_storage().resize_(0)
-        model.zero_grad(set_to_none=True)
-    value = loss(model, BATCHES[0], 2)
-    if what == "moved":
-        a.data = a.data.clone()
-    with pytest.raises(ValueError, match=what if what != "exchanged" else "of another one"):
-        value.backward()
-
-
-def test_weights_that_move_again_and_again_end_the_captures(model):
-    weight = model.model.layers[0].mlp.up_proj.weight
-    graphs = recorded(model)
-    with pytest.warns(UserWarning, match="moved or frozen again and again"):
-        for _ in range(MOST_MOVES + 2):
-            for _ in range(CAPTURED_AT):
-                loss(model, BATCHES[0]).backward()
-            weight.data = weight.data.clone()
-    assert len(graphs) == 0 and graphs._gradients is None
-
-
-def test_threads_that_score_together_get_their_own_scores(model):
-    with torch.no_grad(), layers_op_by_op():
-        expected = [loss(model, BATCHES[0], seed) for seed in range(6)]
-    captured_for(model)
-
-    def score(seed):
-        with torch.no_grad():
-            return loss(model, BATCHES[0], seed)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert same(list(pool.map(score, range(6))), expected)
-
-
-def test_anomaly_detection_and_a_failed_capture_run_op_by_op(model, monkeypatch):
-    expected = alone(model, 1)
-    graphs = captured_for(model)
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        loss(model, BATCHES[0], 1).backward()
-    assert graphs.replays == 0 and same(gradients(model), expected)
-
-    def fail(*_):
-        raise RuntimeError("invalidated")
-
-    monkeypatch.setattr(CapturedLayers, "capture", fail)
-    graphs = recorded(model)
-    for _ in range(CAPTURED_AT - 1):
-        loss(model, BATCHES[0]).backward()
-    with pytest.raises(RuntimeError, match="invalidated"):
-        loss(model, BATCHES[0])
-    model.zero_grad(set_to_none=True)
-    loss(model, BATCHES[0], 1).backward()
-    assert same(gradients(model), expected)
