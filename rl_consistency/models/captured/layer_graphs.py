@@ -292,8 +292,8 @@ class LayerGraphs:
         self._drop()  # one pool holds them all; smaller ones are captured again
         self._room = rows - 1
         warnings.warn(
-            f"training steps of {rows} rows are not captured as CUDA graphs: {reason}. They run op "
-            "by op, with the same bits and more work for the host.",
+            f"training steps of {rows} rows or more are not captured as CUDA graphs: {reason}. "
+            "They run op by op, with the same bits and more work for the host.",
             stacklevel=2,
         )
 
