@@ -7,7 +7,15 @@ import pytest
 from benchmarks import accuracy_doc, speed_doc
 from benchmarks.results import Results, load
 from benchmarks.rows import Row
-from benchmarks.speed_doc import BEGIN, END, document, picture, readme_table, rewritten
+from benchmarks.speed_doc import (
+    BEGIN,
+    END,
+    document,
+    h100_document,
+    picture,
+    readme_table,
+    rewritten,
+)
 
 META = {
     "device": "Test GPU",
@@ -61,11 +69,19 @@ def test_the_documents_are_those_of_the_results_file():
     said = "run python -m benchmarks speed-doc"
     assert rewritten(readme, readme_table(recorded)) == readme, said
     assert speed_doc.DOC.read_text("utf-8") == document(recorded), said
+    other = load(speed_doc.H100_RESULTS)
+    assert speed_doc.H100_DOC.read_text("utf-8") == h100_document(other), said
 
 
 def test_the_accuracy_document_is_that_of_its_results_file():
     content = json.loads(accuracy_doc.RESULTS.read_text("utf-8"))
     assert accuracy_doc.DOC.read_text("utf-8") == accuracy_doc.document(content)
+
+
+def test_the_document_of_an_h100_has_the_bars_that_were_measured_there():
+    bars = h100_document(results()).split("## Bars")[1].split("##")[0]
+    assert "training step against Hugging Face with SDPA, lowest" in bars
+    assert "not measured" in document(results()) and "not measured" not in bars
 
 
 def test_tables_are_made_of_rows():

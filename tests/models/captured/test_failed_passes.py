@@ -80,9 +80,11 @@ def test_a_hook_that_comes_between_two_passes_is_no_error(model):
 
 @pytest.mark.parametrize("what", ["exchanged", "resized", "moved"])
 def test_memory_that_was_taken_away_is_refused(model, what):
-    captured_for(model)
+    graphs = captured_for(model)
     loss(model, BATCHES[0], 1).backward()
     a, b = (model.model.layers[i].mlp.up_proj.weight for i in (0, 1))
+    assert graphs.replays == 1
+    assert {a.grad.data_ptr(), b.grad.data_ptr()} <= graphs._gradients._places
     if what == "exchanged":
         a.grad, b.grad = b.grad, a.grad
     elif what == "resized":
