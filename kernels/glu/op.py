@@ -73,16 +73,21 @@ class GLUFunction(torch.autograd.Function):
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        if gate.is_cuda:
-            return glu_fwd_op(gate, up, activation)
-        value, _ = _activate(gate.float(), activation)
-        return (value * up.float()).to(gate.dtype)
+        return glu_values(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
         gate, up = ctx.saved_tensors
         return *glu_gradients(grad_outputs[0], gate, up, ctx.activation), None
+
+
+def glu_values(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The values of `glu`, which autograd does not record."""
+    if gate.is_cuda:
+        return glu_fwd_op(gate, up, activation)
+    value, _ = _activate(gate.float(), activation)
+    return (value * up.float()).to(gate.dtype)
 
 
 def glu_gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:

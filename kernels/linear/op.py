@@ -16,6 +16,8 @@ Cost: see `matmul` and `gradient_fold`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,7 @@ def linear_qkv(
     _require_no_gradient("linear_qkv", x, *weights, *biases)
     for weight, bias in zip(weights, biases, strict=True):
         require_fitting("linear_qkv", x, weight, bias)
-    rows = _rows(x)
+    rows = rows_of(x)
     columns = tuple(weight.shape[0] for weight in weights)
     fuses = _in_one_launch(rows, *columns) and fuses_qkv(rows.shape[0], columns, x.dtype)
     if fuses and len({bias is None for bias in biases}) == 1:
@@ -126,7 +128,8 @@ def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu"
     return y.view(*x.shape[:-1], w_gate.shape[0])
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., K] as [R, K]."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -162,7 +165,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, weight_grad, bias_grad):
         ctx.save_for_backward(x, weight, bias)
         ctx.buffers = (weight_grad, bias_grad)
-        y = matmul_nt(_rows(x), weight, bias=bias, out_dtype=x.dtype)
+        y = matmul_nt(rows_of(x), weight, bias=bias, out_dtype=x.dtype)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -171,29 +174,32 @@ class LinearFunction(torch.autograd.Function):
         (dy,) = grad_outputs
         x, weight, bias = ctx.saved_tensors
         weight_grad, bias_grad = ctx.buffers
-        rows = _rows(dy)
+        rows = rows_of(dy)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             dx = matmul_nn(rows, weight, out_dtype=x.dtype)
             dx = dx if x.dim() == 2 else dx.view(x.shape)
         if ctx.needs_input_grad[1]:
-            x_rows = _rows(x)
-            dweight = fold_parameter(
-                ctx,
-                weight,
-                weight_grad,
-                lambda g, fresh: fold_outer(g, rows, x_rows, fresh=fresh),
-                overwrites=True,
-            )
+            dweight = folded_weight(ctx, rows, rows_of(x), weight, weight_grad)
         if ctx.needs_input_grad[2]:
-            dbias = fold_parameter(
-                ctx,
-                bias,
-                bias_grad,
-                lambda g, fresh: fold_columns(g, rows, fresh=fresh),
-                overwrites=True,
-            )
+            dbias = folded_bias(ctx, rows, bias, bias_grad)
         return dx, dweight, dbias, None, None
+
+
+def folded_weight(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor, buffer: GradientBuffer | None
+) -> Tensor | None:
+    """What a backward function returns for the weight of rows x [R, K] with dy [R, N]."""
+    return fold_parameter(
+        ctx, weight, buffer, lambda g, fresh: fold_outer(g, dy, x, fresh=fresh), overwrites=True
+    )
+
+
+def folded_bias(ctx: Any, dy: Tensor, bias: Tensor, buffer: GradientBuffer | None) -> Tensor | None:
+    """What a backward function returns for the bias of rows with dy [R, N]."""
+    return fold_parameter(
+        ctx, bias, buffer, lambda g, fresh: fold_columns(g, dy, fresh=fresh), overwrites=True
+    )
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

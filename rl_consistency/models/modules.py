@@ -27,6 +27,7 @@ from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
@@ -103,6 +104,19 @@ class CanonicalLinear(CanonicalModule):
             input,
             weight,
             bias,
+            weight_grad=self.gradient_buffer("weight", weight),
+            bias_grad=self.gradient_buffer("bias", bias),
+        )
+
+    def after_glu(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """The canonical linear of `glu(gate, up)`, which the backward pass computes again."""
+        weight, bias = self.weight, self.bias
+        return glu_linear(
+            gate,
+            up,
+            weight,
+            bias,
+            activation,
             weight_grad=self.gradient_buffer("weight", weight),
             bias_grad=self.gradient_buffer("bias", bias),
         )
@@ -247,6 +261,8 @@ class CanonicalMLP(CanonicalModule):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if _may_fuse(x, (gate, up)) and gate.bias is None and up.bias is None:
             return down(linear_glu(x, gate.weight, up.weight, self.activation))
+        if is_canonical("linear") and all_plain(down):
+            return down.after_glu(gate(x), up(x), self.activation)
         return down(glu(gate(x), up(x), self.activation))
 
 

@@ -1,7 +1,8 @@
 """Taps on a patched model: what each op gives, and what it sends back, token by token.
 
 Inside a `tapped` block the methods of `models/modules.py` report to the taps. They run as they
-would without: no hook is set, so fused ops stay fused, and a tapped input is a view of itself.
+would without: no hook is set, so fused ops stay fused, and a tapped input is a view of itself. Only
+`glu_linear`, whose `glu` would stay unseen, runs as the two ops that it stands for.
 """
 
 from __future__ import annotations
@@ -187,6 +188,13 @@ class Taps:
         self.gave(Tap(module.op, name), out, self._reader(module, around, last))
         return out
 
+    def _gated(
+        self, run: Callable[..., Any], down: Any, gate: Tensor, up: Tensor, activation: str
+    ) -> Any:
+        if down not in self._names:
+            return run(down, gate, up, activation)
+        return down(modules.glu(gate, up, activation))
+
     def _route(self, run: Callable[..., Any], router: Any, x: Tensor) -> Any:
         if (name := self._names.get(router)) is None:
             return run(router, x)
@@ -285,6 +293,7 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
         (CanonicalBaseModel, "packed_forward", taps._call),
         (CanonicalEmbedding, "forward", taps._leaf),
         (CanonicalLinear, "forward", taps._leaf),
+        (CanonicalLinear, "after_glu", taps._gated),
         (CanonicalRMSNorm, "forward", taps._leaf),
         (CanonicalRMSNorm, "after_addition", taps._addition),
         (CanonicalAttention, "_inputs", taps._inputs),

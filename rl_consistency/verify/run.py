@@ -34,7 +34,7 @@ OpCheck = Callable[[Tally, OpSetup], None]
 ChainCheck = Callable[[Tally, Chain], None]
 
 OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
-    ("C1", "linear", "rows: y, dX", ops.check_linear),
+    ("C1", "linear", "rows: y, dX; gated products", ops.check_linear),
     ("C1", "rms_norm", "rows: y, dx", ops.check_rms_norm),
     ("C1", "rotary", "rows: q, k, dq, dk; table", ops.check_rotary),
     ("C1", "glu", "rows: y and gradients", ops.check_glu),

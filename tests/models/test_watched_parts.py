@@ -10,6 +10,7 @@ from torch.nn.modules import module
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
+from tests.models.captured.passes import BATCHES, gradients, loss, same
 
 
 def hidden(model):
@@ -109,3 +110,53 @@ def test_a_part_whose_parameter_was_replaced_is_refused():
         norm.weight = nn.Parameter(norm.weight.detach().clone())
         with pytest.raises(ValueError, match="RMSNorm.weight was replaced after patch"):
             hidden(model)
+
+
+def step(model):
+    model.zero_grad(set_to_none=True)
+    for seed, lengths in enumerate(BATCHES):
+        loss(model, lengths, seed).backward()
+    return gradients(model)
+
+
+def kept_bytes(model):
+    kept = {}
+
+    def note(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        loss(model, BATCHES[1])
+    return sum(kept.values())
+
+
+def test_a_hook_sees_what_the_down_projection_is_given_and_moves_no_bit():
+    model = build_preset("tiny-qwen2", torch.bfloat16)
+    seen = []
+    with patch(model, grad_dtype=torch.float32):
+        expected, kept = step(model), kept_bytes(model)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_hook(lambda _, given, out: seen.append(given[0]))
+        assert same(step(model), expected)
+        width = model.config.intermediate_size
+        assert len(seen) == len(BATCHES) * len(model.model.layers)
+        assert all(x.shape[-1] == width for x in seen)
+        rows = 80  # of 65 tokens, in bf16
+        assert kept_bytes(model) - kept == len(model.model.layers) * rows * width * 2
+
+
+def test_a_replaced_down_projection_is_called():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        mlp = model.model.layers[0].mlp
+        x, down = torch.randn(1, 16, model.config.hidden_size), mlp.down_proj
+        expected = 2 * mlp(x)
+        mlp.down_proj = Doubled(down.in_features, down.out_features, bias=False)
+        mlp.down_proj.weight = down.weight
+        torch.testing.assert_close(mlp(x), expected)
+        mlp.down_proj = down

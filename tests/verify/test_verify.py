@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.models import modules
+from rl_consistency.kernels.glu.op import glu_values
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.checks import ops as op_checks
@@ -24,7 +24,7 @@ from rl_consistency.verify.run import (
     op_setups,
     run_checks,
 )
-from rl_consistency.verify.substitution import attribute, substituted
+from rl_consistency.verify.substitution import substituted
 from rl_consistency.verify.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
 from rl_consistency.verify.targets import (
     Target,
@@ -159,12 +159,11 @@ def test_schedules_cover_a_sequence_once():
 
 def test_a_chain_that_differs_names_the_op():
     def mutant(gate, up, activation):
-        value = modules_glu(gate, up, activation)
+        value = glu_values(gate, up, activation)
         return value * (1 + 2**-20) if gate.shape[-2] > 64 else value
 
-    modules_glu = modules.glu
     model = build_preset("tiny-llama")
-    with patch(model), attribute(modules, "glu", mutant):
+    with patch(model), substituted(glu_values, mutant):
         result = check(partial(check_packed_chain, chain=Chain(model, TINY)))
     assert not result.passed
     assert "first to differ: glu of layer 0 (model.layers.0.mlp), output" in result.detail

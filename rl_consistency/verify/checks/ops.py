@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
@@ -39,8 +40,30 @@ def check_linear(tally: Tally, setup: OpSetup) -> None:
         name = f"{inner} x {columns}"
         _alike(tally, setup, name, partial(linear, weight=weight, bias=bias), x)
         _alike(tally, setup, f"{name} dX", _gradients_of(partial(linear, weight=weight)), x, dy)
+    _check_gated_products(tally, setup)
     with torch.no_grad():
         _check_fused_projections(tally, setup)
+
+
+def _check_gated_products(tally: Tally, setup: OpSetup) -> None:
+    """`glu_linear` against `glu` and `linear` apart: values, dgate, dup, dW and dbias."""
+    width, columns = setup.shapes.glu_width, setup.shapes.hidden_size
+    gate, up = (setup.drawn((setup.rows, width), 60 + i, 0.5) for i in range(2))
+    weight, bias = (
+        setup.drawn((columns, width), 62, weight_scale(width)),
+        setup.drawn((columns,), 63),
+    )
+    dy = setup.drawn((setup.rows, columns), 64, 0.02)
+
+    def apart(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear(glu(gate, up), weight, bias)
+
+    operands = (gate, up, weight, bias)
+    expected, actual = (
+        (op(*operands), *leaf_gradients(op, operands, dy)) for op in (apart, glu_linear)
+    )
+    for i, name in enumerate(("y", "dgate", "dup", "dW", "dbias")):
+        tally.equal(f"{name} of a gated product", expected[i], actual[i])
 
 
 def _check_fused_projections(tally: Tally, setup: OpSetup) -> None:

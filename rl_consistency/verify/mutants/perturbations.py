@@ -16,9 +16,10 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.glu.op import glu
+from rl_consistency.kernels.glu.op import glu, glu_values
 from rl_consistency.kernels.gradient_fold.gradient_buffer import _Gradient, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
+from rl_consistency.kernels.linear import glu_linear
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
@@ -241,6 +242,16 @@ def fold_steps_in_any_order() -> AbstractContextManager[None]:
         fold_columns(buffer, rows[order], rows_per_token=rows_per_token, **options)
 
     return substituted(fold_outer, outer, fold_columns, columns)
+
+
+@mutant("gate in eight bits", "C1 linear")
+def gated_product_of_a_coarse_gate() -> AbstractContextManager[Any]:
+    """A down projection reads a gate that was kept in eight bits."""
+
+    def of_coarse_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        return glu_values(gate.to(torch.float8_e4m3fn).to(gate.dtype), up, activation)
+
+    return attribute(glu_linear, "glu_values", of_coarse_gate)
 
 
 @mutant("sequences not aligned", "C3 chain, regrouped")

@@ -13,6 +13,7 @@ from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
     qkv_fwd,
 )
+from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul import audit, cublaslt
@@ -128,6 +129,24 @@ def test_fused_forms_give_the_bytes_of_the_ops_they_stand_for(dtype, rows):
     assert same_bytes(linear_glu(x, weight, weights[2]), expected)
     shifted = torch.empty(weight.numel() + 1, dtype=dtype, device=DEVICE)[1:].view_as(weight)
     assert same_bytes(linear_glu(x, shifted.copy_(weight), weights[2]), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 65, ROWS])
+def test_a_gated_product_gives_the_bytes_of_both_ops_and_of_their_gradients(dtype, rows):
+    weight = operands(dtype)[1]
+    gate, up, dy = (torch.randn(rows, n, dtype=dtype, device=DEVICE) for n in (K, K, len(weight)))
+    for activation in ACTIVATIONS:
+        found = []
+        for fused in (False, True):
+            leaves = [x.clone().requires_grad_() for x in (gate, up, weight)]
+            if fused:
+                y = glu_linear(*leaves, activation=activation)
+            else:
+                y = linear(glu(*leaves[:2], activation), leaves[2])
+            y.backward(dy)
+            found.append([y, *(x.grad for x in leaves)])
+        assert all(map(same_bytes, *found))
 
 
 def test_no_rows_give_no_rows_and_zero_gradients():
