@@ -16,6 +16,7 @@ Cost: see `matmul` and `gradient_fold`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -180,18 +181,19 @@ class LinearFunction(torch.autograd.Function):
             dx = matmul_nn(rows, weight, out_dtype=x.dtype)
             dx = dx if x.dim() == 2 else dx.view(x.shape)
         if ctx.needs_input_grad[1]:
-            dweight = folded_weight(ctx, rows, rows_of(x), weight, weight_grad)
+            dweight = folded_weight(ctx, rows, lambda: rows_of(x), weight, weight_grad)
         if ctx.needs_input_grad[2]:
             dbias = folded_bias(ctx, rows, bias, bias_grad)
         return dx, dweight, dbias, None, None
 
 
 def folded_weight(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor, buffer: GradientBuffer | None
+    ctx: Any, dy: Tensor, x: Callable[[], Tensor], weight: Tensor, buffer: GradientBuffer | None
 ) -> Tensor | None:
-    """What a backward function returns for the weight of rows x [R, K] with dy [R, N]."""
+    """What a backward function returns for the weight of rows [R, K], which `x` gives where they
+    are folded, with dy [R, N]."""
     return fold_parameter(
-        ctx, weight, buffer, lambda g, fresh: fold_outer(g, dy, x, fresh=fresh), overwrites=True
+        ctx, weight, buffer, lambda g, fresh: fold_outer(g, dy, x(), fresh=fresh), overwrites=True
     )
 
 

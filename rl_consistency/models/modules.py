@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
+    _top_saved_tensors_default_hooks,
+)
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -261,9 +264,22 @@ class CanonicalMLP(CanonicalModule):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if _may_fuse(x, (gate, up)) and gate.bias is None and up.bias is None:
             return down(linear_glu(x, gate.weight, up.weight, self.activation))
-        if is_canonical("linear") and all_plain(down):
-            return down.after_glu(gate(x), up(x), self.activation)
-        return down(glu(gate(x), up(x), self.activation))
+        values = gate(x), up(x)
+        # Hooks may have come meanwhile. Without a gradient of its own neither of both is kept.
+        if any(value.requires_grad for value in values) and _keeps_less(down):
+            return down.after_glu(*values, self.activation)
+        return down(glu(*values, self.activation))
+
+
+def _keeps_less(down: nn.Module) -> bool:
+    """Whether `after_glu` may stand for a call of this projection, whatever watches it later.
+
+    Not for a compiler, which does not look at hooks again, and not under hooks of saved tensors:
+    checkpointing counts tensors, and a hook may come or go before it computes them again.
+    """
+    if torch.compiler.is_compiling() or _top_saved_tensors_default_hooks(False) is not None:
+        return False
+    return isinstance(down, CanonicalLinear) and is_canonical("linear") and all_plain(down)
 
 
 def head_norms(*norms: CanonicalRMSNorm) -> HeadNorms | None:

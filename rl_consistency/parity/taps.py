@@ -1,8 +1,8 @@
 """Taps on a patched model: what each op gives, and what it sends back, token by token.
 
 Inside a `tapped` block the methods of `models/modules.py` report to the taps. They run as they
-would without: no hook is set, so fused ops stay fused, and a tapped input is a view of itself. Only
-`glu_linear`, whose `glu` would stay unseen, runs as the two ops that it stands for.
+would without: no hook is set, so fused ops stay fused, and a tapped input is a view of itself. What
+a fused op keeps to itself is computed beside it; such a tensor has no gradient to tap.
 """
 
 from __future__ import annotations
@@ -191,9 +191,16 @@ class Taps:
     def _gated(
         self, run: Callable[..., Any], down: Any, gate: Tensor, up: Tensor, activation: str
     ) -> Any:
-        if down not in self._names:
+        if (name := self._names.get(down)) is None:
             return run(down, gate, up, activation)
-        return down(modules.glu(gate, up, activation))
+        around = name.rpartition(".")[0]
+        with torch.no_grad():
+            self.gave(Tap("glu", around), modules.glu(gate, up, activation))
+        self._finished = around.rpartition(".")[0]
+        self.of_parameters(down.op, down)
+        out = run(down, gate, up, activation)
+        self.gave(Tap(down.op, name), out)
+        return out
 
     def _route(self, run: Callable[..., Any], router: Any, x: Tensor) -> Any:
         if (name := self._names.get(router)) is None:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from rl_consistency.integrations import first_mismatch
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.models import modules
+from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.parity import localize as localizing
 from rl_consistency.parity import replay
 from rl_consistency.parity.digest import parameter_digest
@@ -33,15 +34,17 @@ def worse_decode(q, layout, index, *, run=modules.attention_paged, **named):
     return (out * (1 + 2**-20) if index == 1 else out), lse
 
 
-def worse_training(gate, up, activation, *, run=modules.glu):
-    """A gated unit that is wrong where gradients are wanted."""
-    out = run(gate, up, activation)
-    return out * (1 + 2**-20) if torch.is_grad_enabled() else out
+def worse_training(down, *operands, run=CanonicalLinear.after_glu):
+    """A down projection that is wrong where gradients are wanted."""
+    return run(down, *operands) * (1 + 2**-20)
 
 
 FAULTS = {
-    "attention of layer 1 (model.layers.1.self_attn)": ("attention_paged", worse_decode),
-    "glu of layer 0 (model.layers.0.mlp)": ("glu", worse_training),
+    "attention of layer 1 (model.layers.1.self_attn)": (modules, "attention_paged", worse_decode),
+    "linear of layer 0 (model.layers.0.mlp.down_proj)": (
+        *(CanonicalLinear, "after_glu"),
+        worse_training,
+    ),
 }
 
 
@@ -77,7 +80,7 @@ def trained(directory, tmp_path, attach):
 def test_the_first_mismatch_is_saved_and_names_the_planted_op(first, directory, tmp_path, attach):
     trainer = grpo(directory, tmp_path, temperature=0.7)
     attach(trainer)
-    with told() as lines, attribute(modules, *FAULTS[first]):
+    with told() as lines, attribute(*FAULTS[first]):
         trainer.train()
     assert min(logged(trainer, "consistency/mismatched_tokens")) > 0
     assert len(logged(trainer, "consistency/mismatched_tokens")) == 2

@@ -10,6 +10,7 @@ from torch.nn.modules import module
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.substitution import attribute
 from tests.models.captured.passes import BATCHES, gradients, loss, same
 
 
@@ -126,7 +127,11 @@ def kept_bytes(model):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    # Such hooks alone would have everything kept.
+    with (
+        attribute(modules, "_top_saved_tensors_default_hooks", lambda _: None),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
+    ):
         loss(model, BATCHES[1])
     return sum(kept.values())
 
@@ -160,3 +165,59 @@ def test_a_replaced_down_projection_is_called():
         mlp.down_proj.weight = down.weight
         torch.testing.assert_close(mlp(x), expected)
         mlp.down_proj = down
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["goes", "comes"])
+def test_a_hook_may_come_or_go_between_a_checkpointed_pass_and_its_repetition(first):
+    model = build_preset("tiny-qwen2", torch.bfloat16).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    down = model.model.layers[0].mlp.down_proj
+    with patch(model, grad_dtype=torch.float32):
+        expected = step(model)
+        model.zero_grad(set_to_none=True)
+        for seed, lengths in enumerate(BATCHES):
+            hook = down.register_forward_hook(lambda *_: None) if first else None
+            value = loss(model, lengths, seed)
+            if hook is None:
+                hook = down.register_forward_hook(lambda *_: None)
+            else:
+                hook.remove()
+            value.backward()
+            hook.remove()
+        assert same(gradients(model), expected)
+
+
+def test_a_hook_that_the_gate_adds_is_run():
+    model = build_preset("tiny-llama")
+    seen = []
+    with patch(model):
+        mlp = model.model.layers[0].mlp
+
+        def add(*_):
+            mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+
+        mlp.gate_proj.register_forward_hook(add)
+        hidden(model)
+    assert seen == [1]
+
+
+def test_a_hook_added_after_compilation_is_run():
+    model = build_preset("tiny-llama")
+    with patch(model):
+        mlp = model.model.layers[0].mlp
+        x = torch.randn(1, 16, model.config.hidden_size)
+        compiled = torch.compile(mlp, backend="eager")
+        y = compiled(x)
+        mlp.down_proj.register_forward_hook(lambda _, given, out: out * 2)
+        assert torch.equal(compiled(x), 2 * y)
+
+
+def test_a_frozen_gate_and_up_are_not_kept():
+    model = build_preset("tiny-qwen2", torch.bfloat16)
+    model.requires_grad_(False)
+    down = model.model.layers[-1].mlp.down_proj
+    down.weight.requires_grad_()
+    with patch(model, grad_dtype=torch.float32):
+        kept, expected = kept_bytes(model), step(model)
+        down.register_forward_hook(lambda *_: None)
+        assert kept_bytes(model) == kept and same(step(model), expected)

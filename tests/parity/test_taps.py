@@ -139,7 +139,7 @@ FAULTS = {
         ("forward", "rotary", 2, "self_attn"),
     ),
     "down_proj of layer 0": (
-        lambda m: later("linear", output, of(m, "model.layers.0.mlp.down_proj.weight")),
+        lambda m: later("glu_linear", output, of(m, "model.layers.0.mlp.down_proj.weight", 2)),
         ("forward", "linear", 0, "down_proj"),
     ),
     "embedding": (
@@ -175,7 +175,7 @@ FAULTS = {
         ("backward", "rms_norm", 0, "post_attention_layernorm"),
     ),
     "glu's backward, layer 0": (
-        lambda m: later("glu", input_gradient(0), **layer(0)),
+        lambda m: later("glu_linear", input_gradient(0), **layer(0)),
         ("backward", "glu", 0, "mlp"),
     ),
     "rotary's backward, layer 2": (
