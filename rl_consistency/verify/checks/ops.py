@@ -55,15 +55,18 @@ def _check_gated_products(tally: Tally, setup: OpSetup) -> None:
     )
     dy = setup.drawn((setup.rows, columns), 64, 0.02)
 
-    def apart(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear(glu(gate, up), weight, bias)
-
     operands = (gate, up, weight, bias)
-    expected, actual = (
-        (op(*operands), *leaf_gradients(op, operands, dy)) for op in (apart, glu_linear)
-    )
-    for i, name in enumerate(("y", "dgate", "dup", "dW", "dbias")):
-        tally.equal(f"{name} of a gated product", expected[i], actual[i])
+    for activation in ACTIVATIONS:
+
+        def apart(gate: Tensor, up: Tensor, *rest: Tensor, of: str = activation) -> Tensor:
+            return linear(glu(gate, up, of), *rest)
+
+        expected, actual = (
+            (op(*operands), *leaf_gradients(op, operands, dy))
+            for op in (apart, partial(glu_linear, activation=activation))
+        )
+        for i, name in enumerate(("y", "dgate", "dup", "dW", "dbias")):
+            tally.equal(f"{name} of a product gated by {activation}", expected[i], actual[i])
 
 
 def _check_fused_projections(tally: Tally, setup: OpSetup) -> None:

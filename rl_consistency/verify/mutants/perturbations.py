@@ -16,11 +16,11 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.glu.op import glu, glu_values
+from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import _Gradient, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
 from rl_consistency.kernels.linear import glu_linear
-from rl_consistency.kernels.linear.op import linear
+from rl_consistency.kernels.linear.op import folded_weight, linear
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
@@ -244,14 +244,14 @@ def fold_steps_in_any_order() -> AbstractContextManager[None]:
     return substituted(fold_outer, outer, fold_columns, columns)
 
 
-@mutant("gate in eight bits", "C1 linear")
-def gated_product_of_a_coarse_gate() -> AbstractContextManager[Any]:
-    """A down projection reads a gate that was kept in eight bits."""
+@mutant("gated values in eight bits", "C1 linear")
+def gated_values_in_eight_bits() -> AbstractContextManager[Any]:
+    """The backward pass of a down projection meets coarse values of the gated unit."""
 
-    def of_coarse_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return glu_values(gate.to(torch.float8_e4m3fn).to(gate.dtype), up, activation)
+    def of_coarse(ctx: Any, dy: Tensor, x: Callable[[], Tensor], *rest: Any) -> Tensor | None:
+        return folded_weight(ctx, dy, lambda: x().to(torch.float8_e4m3fn).to(dy.dtype), *rest)
 
-    return attribute(glu_linear, "glu_values", of_coarse_gate)
+    return attribute(glu_linear, "folded_weight", of_coarse)
 
 
 @mutant("sequences not aligned", "C3 chain, regrouped")
