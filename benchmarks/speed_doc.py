@@ -152,9 +152,7 @@ def _filled(template: str, results: Results, bars: Mapping[str, Mapping[str, Any
     meta = results.meta
     hashes = ", ".join(sorted({run["kernels_sha256"][:12] for run in meta["suites"].values()}))
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
-    text = template.format(
-        device=meta["device"], versions=versions, hashes=", ".join(sorted(hashes))
-    )
+    text = template.format(device=meta["device"], versions=versions, hashes=hashes)
     parts = {
         "Bars": _bar_table(bars),
         "Training step, tokens per second": _training(

@@ -86,6 +86,7 @@ def test_the_document_of_an_h100_has_the_bars_that_were_measured_there():
 
 def test_tables_are_made_of_rows():
     text = document(results())
+    assert f"\nTest GPU; torch 2.11, triton 3.6; kernels {'0' * 12}.\n" in text
     assert "| qwen3-0.6b, 16 x 1024 | 65,536 | 51,200 |" in text
     assert "| tokens | 16 | 32 |\n| --- | ---: | ---: |\n| n 8, k 4 | 0.50 | error |" in text
     assert (
