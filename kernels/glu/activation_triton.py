@@ -174,8 +174,9 @@ def _forward_kernel(
 @remembered
 @triton.jit
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, N, ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr, GIVES_Y: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < N
     dy = tl.load(dy_ptr + index, mask=inside, other=0.0).to(tl.float32)
@@ -185,6 +186,8 @@ def _backward_kernel(
     dtype = dgate_ptr.dtype.element_ty
     tl.store(dgate_ptr + index, ((dy * up) * derivative).to(dtype), mask=inside)
     tl.store(dup_ptr + index, (dy * value).to(dtype), mask=inside)
+    if GIVES_Y:
+        tl.store(y_ptr + index, (value * up).to(dtype), mask=inside)
 
 
 def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None = None) -> Tensor:
@@ -202,28 +205,37 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None
 
 
 def glu_bwd(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None = None
-) -> tuple[Tensor, Tensor]:
-    """dgate and dup, contiguous."""
-    dgate, dup = _backward_fake(dy, gate, up, activation)
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    schedule: Schedule | None = None,
+    *,
+    gives_y: bool = False,
+) -> tuple[Tensor, ...]:
+    """dgate and dup, contiguous, and with `gives_y` the bytes of `glu_fwd` from the same pass."""
+    results = tuple(_backward_fake(dy, gate, up, activation, gives_y))
+    dgate, dup = results[:2]
     if dgate.numel() == 0:
-        return dgate, dup
+        return results
     schedule = schedule or _picked("backward", gate, activation)
     _backward_kernel[(cdiv(dgate.numel(), schedule.block),)](
-        dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, dgate.numel(),
-        ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,
-        enable_fp_fusion=False,
+        dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, results[-1],
+        dgate.numel(), ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block,
+        GIVES_Y=gives_y, num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
-    return dgate, dup
+    return results
 
 
 def _forward_fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return empty_like(gate, memory_format=contiguous_format)
 
 
-def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    dgate = empty_like(gate, memory_format=contiguous_format)
-    return dgate, empty_like(up, memory_format=contiguous_format)
+def _backward_fake(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, gives_y: bool
+) -> list[Tensor]:
+    count = 3 if gives_y else 2
+    return [empty_like(gate, memory_format=contiguous_format) for _ in range(count)]
 
 
 @kernel_op(fake=_forward_fake)
@@ -233,6 +245,8 @@ def glu_fwd_op(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 @kernel_op(fake=_backward_fake)
-def glu_bwd_op(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def glu_bwd_op(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, gives_y: bool
+) -> list[Tensor]:
     """`glu_bwd` as a compiler sees it: one opaque call."""
-    return glu_bwd(dy, gate, up, activation)
+    return [*glu_bwd(dy, gate, up, activation, gives_y=gives_y)]

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
-from rl_consistency.kernels.glu.op import glu_gradients, glu_values, require_gated
+from rl_consistency.kernels.glu.op import (
+    glu_gradients_and_values,
+    glu_values,
+    require_gated,
+)
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import folded_bias, folded_weight, require_fitting, rows_of
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
@@ -69,14 +73,17 @@ class GLULinearFunction(torch.autograd.Function):
         gate, up, weight, bias = ctx.saved_tensors
         weight_grad, bias_grad = ctx.buffers
         dy = rows_of(grad_outputs[0])
-        dgate = dup = dweight = dbias = None
-        if ctx.needs_input_grad[2]:
-            dweight = folded_weight(
-                ctx, dy, lambda: rows_of(glu_values(gate, up, ctx.activation)), weight, weight_grad
-            )
-        if ctx.needs_input_grad[3]:
-            dbias = folded_bias(ctx, dy, bias, bias_grad)
+        dgate = dup = dweight = dbias = x = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             dx = matmul_nn(dy, weight, out_dtype=gate.dtype).view(gate.shape)
-            dgate, dup = glu_gradients(dx, gate, up, ctx.activation)
+            dgate, dup, x = glu_gradients_and_values(dx, gate, up, ctx.activation)
+            del dx  # its memory may be dW's
+        if ctx.needs_input_grad[2]:
+
+            def values() -> Tensor:
+                return rows_of(glu_values(gate, up, ctx.activation) if x is None else x)
+
+            dweight = folded_weight(ctx, dy, values, weight, weight_grad)
+        if ctx.needs_input_grad[3]:
+            dbias = folded_bias(ctx, dy, bias, bias_grad)
         return dgate, dup, dweight, dbias, None, None, None

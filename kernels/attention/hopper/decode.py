@@ -27,10 +27,12 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     write_block,
 )
 from rl_consistency.kernels.attention.hopper.tiles import (
+    LANES,
     NEG_INF,
     OPTIONS,
     WARPS,
     halve,
+    stored_layout,
     thread_barrier,
     write_rows,
 )
@@ -251,11 +253,12 @@ def attention_decode_kernel(
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
                 q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, STORED, GROUP, WIDTH,
+                stored_layout(WIDTH), LANES,
             )  # fmt: skip
     else:
         write_rows(
             OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
-            stride_ot, stride_oh, stride_lse, HEAD_DIM, ROWS, GROUP, DIM,
+            stride_ot, stride_oh, stride_lse, HEAD_DIM, ROWS, GROUP, DIM, stored_layout(DIM), LANES,
         )  # fmt: skip
 
 

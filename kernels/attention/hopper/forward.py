@@ -27,16 +27,20 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
     QUERY_BUFFERS,
     STAGES,
     count_tiles,
+    extent,
+    listed,
     produce,
-    tile,
     tile_index,
 )
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
     OPTIONS,
+    OWN_LANES,
     barriers,
     halve,
     head_descriptor,
+    keep_seen,
+    own_stored_layout,
     thread_barrier,
     write_rows,
 )
@@ -101,12 +105,7 @@ def _consume_block(
     lane_layout: gl.constexpr = lanes.type.layout
     slot = done % STAGES
     if MASKED:
-        last = gl.expand_dims(position - start, 1)
-        column = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)), 0)
-        seen = column <= last
-        if WINDOWED:
-            seen = seen & (column > last - window)
-        scores = gl.where(seen, scores, NEG_INF)
+        scores = keep_seen(scores, position - start, window, CONSUMER_ROWS, KEYS, WINDOWED)
     block_m = gl.max(scores, axis=1) * factor
     shift = block_m
     if MASKED:
@@ -168,9 +167,13 @@ def _consume(
     _k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
     window = place[5]
     done = gl.to_tensor(0)
-    for turn in range(count_tiles(place[1])):
-        kv_head, first_row, start_row, q_len, limit, low, tile_count = tile(
-            tile_index(turn), place, KV_HEADS, GROUP, WINDOWED
+    tiles_here = count_tiles(place[1])
+    kv_head, sequence, first_row = listed(tile_index(done), place, KV_HEADS)
+    start_row, q_len, limit, low, tile_count = extent(sequence, first_row, place, GROUP, WINDOWED)
+    for turn in range(tiles_here):
+        # Read a tile ahead, for what is read with it while this tile's results are written.
+        next_head, sequence, next_first = listed(
+            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS
         )
         past = limit - q_len
         first = first_row + WHICH * CONSUMER_ROWS
@@ -219,10 +222,15 @@ def _consume(
         thread_barrier()
         mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
+        next_start, next_len, next_limit, next_low, next_count = extent(
+            sequence, next_first, place, GROUP, WINDOWED
+        )
         write_rows(
             OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, HEAD_DIM, CONSUMER_ROWS, GROUP, DIM,
+            stride_lse, HEAD_DIM, CONSUMER_ROWS, GROUP, DIM, own_stored_layout(DIM), OWN_LANES,
         )  # fmt: skip
+        kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
+        limit, low, tile_count = next_limit, next_low, next_count
 
 
 @remembered

@@ -47,11 +47,22 @@ def tile_index(turn):
 
 
 @gluon.jit
-def tile(index, place, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
-    """(KV head, first row, row of the first token, queries, keys, first key, blocks) of a tile."""
-    tiles, _num_tiles, query_start, query_len, context_len, window = place
-    sequence = gl.load(tiles + 2 * (index // KV_HEADS))
-    first_row = gl.load(tiles + 2 * (index // KV_HEADS) + 1)
+def listed(index, place, KV_HEADS: gl.constexpr):
+    """(KV head, sequence, first row) of the index-th tile.
+
+    All tiles of one head come before the next head's: the programs share the keys and values of few
+    heads at a time, and find them in the L2 cache.
+    """
+    tiles, num_tiles, _query_start, _query_len, _context_len, _window = place
+    of_head = num_tiles // KV_HEADS
+    at = tiles + 2 * (index % of_head)
+    return index // of_head, gl.load(at), gl.load(at + 1)
+
+
+@gluon.jit
+def extent(sequence, first_row, place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """(row of the first token, queries, keys, first key, blocks) of a tile's sequence."""
+    _tiles, _num_tiles, query_start, query_len, context_len, window = place
     q_len = gl.load(query_len + sequence)
     limit = gl.load(context_len + sequence)
     start_row = gl.load(query_start + sequence)
@@ -60,8 +71,7 @@ def tile(index, place, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl
     low = limit * 0
     if WINDOWED:
         low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
-    count = gl.cdiv(last_position + 1 - low, KEYS)
-    return index % KV_HEADS, first_row, start_row, q_len, limit, low, count
+    return start_row, q_len, limit, low, gl.cdiv(last_position + 1 - low, KEYS)
 
 
 @gluon.jit
@@ -121,16 +131,18 @@ def produce(
     k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     done = gl.to_tensor(0)
     tiles_here = count_tiles(place[1])
-    kv_head, first_row, start_row, q_len, limit, low, count = tile(
-        tile_index(done), place, KV_HEADS, GROUP, WINDOWED
-    )
+    kv_head, sequence, first_row = listed(tile_index(done), place, KV_HEADS)
+    start_row, q_len, limit, low, count = extent(sequence, first_row, place, GROUP, WINDOWED)
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
         stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
     )  # fmt: skip
     for turn in range(tiles_here):
-        next_head, next_first, next_start, next_len, next_limit, next_low, next_count = tile(
-            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS, GROUP, WINDOWED
+        next_head, sequence, next_first = listed(
+            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS
+        )
+        next_start, next_len, next_limit, next_low, next_count = extent(
+            sequence, next_first, place, GROUP, WINDOWED
         )
         for i in range(count):
             start = low + i * KEYS

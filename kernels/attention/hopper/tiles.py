@@ -36,23 +36,82 @@ def halve(x, R: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def keep_seen(scores, last, window, R: gl.constexpr, N: gl.constexpr, WINDOWED: gl.constexpr):
+    """Scores [R, N] as a product left them, -inf where the column is after the row's `last` [R], or
+    `window` or more before it.
+
+    A thread has columns 8 i + 2 t + j: one t for each thread, all i and j, so that the comparisons
+    are with constants and no register holds a column's number.
+    """
+    parts = scores.reshape(R, N // 8, 4, 2)
+    inner: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, inner))
+    of_i: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, inner))
+    of_t: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, inner))
+    of_j: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, parts.type.layout)))
+    i = gl.arange(0, N // 8, layout=of_i).expand_dims(0).expand_dims(2).expand_dims(3)
+    t = gl.arange(0, 4, layout=of_t).expand_dims(0).expand_dims(1).expand_dims(3)
+    j = gl.arange(0, 2, layout=of_j).expand_dims(0).expand_dims(1).expand_dims(2)
+    last = gl.convert_layout(last, of_row).expand_dims(1).expand_dims(2).expand_dims(3) - 2 * t
+    column = 8 * i + j
+    seen = column <= last
+    if WINDOWED:
+        seen = seen & (column > last - window)
+    kept = gl.where(seen, parts, NEG_INF).reshape(R, N)
+    return gl.convert_layout(kept, scores.type.layout)
+
+
+@gluon.jit
 def barriers(N: gl.constexpr):
     """N barriers in shared memory."""
     return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
 
 
+@gluon.constexpr_function
+def stored_layout(columns: int) -> gl.BlockedLayout:
+    """How `write_rows` stores [R, columns]: 16 bytes a thread, whole rows a warp."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def own_stored_layout(columns: int) -> gl.DistributedLinearLayout:
+    """The same for 64 rows that a product left with 16 in each warp: they stay there."""
+    wider = [[0, n] for n in (32, 64, 128) if n < columns]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *wider, [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, columns],
+    )
+
+
+LANES = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0]))
+"""How `write_rows` adds lanes [R, 8]: a row in one thread's registers."""
+OWN_LANES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 8],
+    )
+)
+"""The same for rows as `own_stored_layout` has them: four threads add a row alike."""
+
+
 @gluon.jit
 def write_rows(
     OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    columns, R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    columns, R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STORED: gl.constexpr,
+    ADDED: gl.constexpr,
 ):  # fmt: skip
     """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] in log2
     units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM], of which
-    `columns` are written."""
+    `columns` are written. STORED and ADDED are layouts of acc and lanes: see `stored_layout` and
+    `LANES`."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    # One thread per row: the last three levels of the tree stay in its registers.
-    single = gl.convert_layout(lanes, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0]))
+    single = gl.convert_layout(lanes, ADDED)
     total = halve(halve(halve(single, R, 8), R, 4), R, 2)
     length = gl.convert_layout(total.reshape(R), summed)
     maximum = gl.convert_layout(m, summed)
@@ -60,8 +119,8 @@ def write_rows(
     inverse = gl.div_rn(gl.full_like(length, 1.0), gl.where(seen, length, 1.0))
     out = acc * gl.expand_dims(inverse, 1) + 0.0
     lse = gl.where(seen, (maximum + gl.log2(length)) * LN2, NEG_INF)
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, rows))
-    row = first + gl.arange(0, R, layout=gl.SliceLayout(1, rows))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
+    row = first + gl.arange(0, R, layout=gl.SliceLayout(1, STORED))
     token_row = (start_row + row // GROUP).to(gl.int64)
     head = kv_head * GROUP + row % GROUP
     valid = row < q_len * GROUP
@@ -70,8 +129,8 @@ def write_rows(
         + gl.expand_dims(dim, 0)
     )  # fmt: skip
     mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < columns, 0)
-    gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), rows), mask=mask)
-    lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
+    gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), STORED), mask=mask)
+    lse = gl.convert_layout(lse, gl.SliceLayout(1, STORED))
     gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
 
 

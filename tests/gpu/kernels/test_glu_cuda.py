@@ -78,6 +78,16 @@ def test_every_schedule_gives_the_same_bytes(activation, dtype):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradients_kernel_gives_the_values_too(activation, dtype):
+    gate, up, dy = operands(dtype)
+    for schedule in (None, *CANDIDATES):
+        *gradients, y = glu_bwd(dy, gate, up, activation, schedule, gives_y=True)
+        assert same_bytes(y, glu_fwd(gate, up, activation))
+        assert all(map(same_bytes, gradients, glu_bwd(dy, gate, up, activation)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_extreme_gates_stay_finite(activation):
     gate = torch.tensor([-3e38, -1e4, -200.0, -90.0, 0.0, 90.0, 200.0, 1e4, 3e38], device="cuda")
     y = glu(gate, torch.ones_like(gate), activation)

@@ -161,7 +161,7 @@ CASES = {
     "fold_step_sums": lambda g: (buffer(g, H, dtype=torch.float64), g.small(5, H, dtype=FP32)),
     "folded_step_sums": lambda g: (g.small(5, H, dtype=FP32), BF16),
     "gate_up_glu_op": lambda g: (g.x, g.weight, g.weight, "silu"),
-    "glu_bwd_op": lambda g: (g.x, g.x, g.x, "gelu"),
+    "glu_bwd_op": lambda g: (g.x, g.x, g.x, "gelu", True),
     "glu_fwd_op": lambda g: (g.x, g.x, "silu"),
     "gradient_fold_columns": lambda g: (buffer(g, H, dtype=torch.float64), g.x, 1),
     "gradient_fold_outer": lambda g: (buffer(g, H, H), g.x, g.x, False),

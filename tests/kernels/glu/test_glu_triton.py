@@ -67,6 +67,14 @@ def test_every_schedule_gives_the_same_bytes():
         assert all(map(same_bytes, glu_bwd(dy, gate, up, "silu", Schedule(block, 4)), expected))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradients_kernel_gives_the_values_too(activation):
+    gate, up, dy = operands()
+    *gradients, y = glu_bwd(dy, gate, up, activation, gives_y=True)
+    assert same_bytes(y, glu_fwd(gate, up, activation))
+    assert all(map(same_bytes, gradients, glu_bwd(dy, gate, up, activation)))
+
+
 def test_strides_do_not_matter():
     gate, up, dy = operands()
     strided = [t.t().contiguous().t() for t in (gate, up, dy)]
@@ -85,7 +93,7 @@ def test_the_ops_of_a_compiler_give_the_bytes_of_the_launchers():
     gate, up, dy = operands()
     assert same_bytes(glu_fwd_op(gate, up, "gelu"), glu_fwd(gate, up, "gelu"))
     expected = glu_bwd(dy, gate, up, "gelu")
-    assert all(map(same_bytes, glu_bwd_op(dy, gate, up, "gelu"), expected))
+    assert all(map(same_bytes, glu_bwd_op(dy, gate, up, "gelu", False), expected))
     torch.library.opcheck(
         torch.ops.rl_consistency.glu_fwd_op.default,
         (gate, up, "silu"),
