@@ -27,6 +27,9 @@ ROW_TILE = 16
 KEY_BLOCK = 64
 """Keys in one step of the CPU's softmax fold, counted from the sequence's first token."""
 
+NEAR_KEYS = 16384
+"""Keys of the sequences whose tiles run near each other: 8 MiB of K and V for one head of 128."""
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Kept = TypeVar("_Kept")
 
@@ -198,13 +201,21 @@ class AttentionLayout:
 
     @_once
     def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
-        """[tiles, 2] int32 on a device: a sequence and the tile's first row in it, longest first.
+        """[tiles, 2] int32 on a device: a sequence and the tile's first row in it.
 
-        A sequence's rows are its queries times the group's heads. The last tiles to run are short.
+        A sequence's rows are its queries times the group's heads. Sequences come by `NEAR_KEYS`
+        keys at a time, those with most keys first, and of these sequences the longest tile: tiles
+        that run together share keys in the L2 cache, and the last ones to run are short.
         """
         sequence, first, _ = _cut([n * group for n in self.query_lens], rows_per_tile)
-        past = _int64(self.context_lens) - _int64(self.query_lens)
-        return _longest_first(past[sequence] + first // group, device, sequence, first)
+        contexts = _int64(self.context_lens)
+        by_keys = torch.argsort(contexts, descending=True, stable=True)
+        before = contexts[by_keys].cumsum(0) - contexts[by_keys]
+        section = torch.empty_like(contexts).scatter_(0, by_keys, before // NEAR_KEYS)
+        past = contexts - _int64(self.query_lens)
+        # One number orders by section, then by length.
+        length = past[sequence] + first // group - section[sequence] * (self.longest_context + 1)
+        return _longest_first(length, device, sequence, first)
 
     @_once
     def tickets(self, device: torch.device, count: int) -> Tensor:

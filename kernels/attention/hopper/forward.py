@@ -105,7 +105,7 @@ def _consume_block(
     lane_layout: gl.constexpr = lanes.type.layout
     slot = done % STAGES
     if MASKED:
-        scores = keep_seen(scores, position - start, window, CONSUMER_ROWS, KEYS, WINDOWED)
+        scores = keep_seen(scores, position - start, window, KEYS, WINDOWED)
     block_m = gl.max(scores, axis=1) * factor
     shift = block_m
     if MASKED:

@@ -36,29 +36,18 @@ def halve(x, R: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def keep_seen(scores, last, window, R: gl.constexpr, N: gl.constexpr, WINDOWED: gl.constexpr):
-    """Scores [R, N] as a product left them, -inf where the column is after the row's `last` [R], or
-    `window` or more before it.
-
-    A thread has columns 8 i + 2 t + j: one t for each thread, all i and j, so that the comparisons
-    are with constants and no register holds a column's number.
-    """
-    parts = scores.reshape(R, N // 8, 4, 2)
-    inner: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
-    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, inner))
-    of_i: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, inner))
-    of_t: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, inner))
-    of_j: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, parts.type.layout)))
-    i = gl.arange(0, N // 8, layout=of_i).expand_dims(0).expand_dims(2).expand_dims(3)
-    t = gl.arange(0, 4, layout=of_t).expand_dims(0).expand_dims(1).expand_dims(3)
-    j = gl.arange(0, 2, layout=of_j).expand_dims(0).expand_dims(1).expand_dims(2)
-    last = gl.convert_layout(last, of_row).expand_dims(1).expand_dims(2).expand_dims(3) - 2 * t
-    column = 8 * i + j
-    seen = column <= last
+def keep_seen(scores, last, window, N: gl.constexpr, WINDOWED: gl.constexpr):
+    """Scores [R, N] of a product, -inf where the column is after the row's `last` [R], or `window`
+    or more before it."""
+    column = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, scores.type.layout)), 0)
+    # The column as a part of the thread and constants, which take no registers.
+    own = column % 8 // 2 * 2
+    rest = column // 8 * 8 + column % 2
+    limit = gl.expand_dims(last, 1) - own
+    seen = rest <= limit
     if WINDOWED:
-        seen = seen & (column > last - window)
-    kept = gl.where(seen, parts, NEG_INF).reshape(R, N)
-    return gl.convert_layout(kept, scores.type.layout)
+        seen = seen & (rest > limit - window)
+    return gl.where(seen, scores, NEG_INF)
 
 
 @gluon.jit

@@ -122,6 +122,18 @@ def test_key_rows_are_copied_to_a_device_once():
     assert layout.key_rows_on(torch.device("cpu")) is rows
 
 
+def test_tiles_of_sequences_whose_keys_fit_the_cache_are_neighbours_and_the_longest_is_first():
+    lens = [300, 9000, 9000, 129, 300]
+    layout = PackedSequences.of([0, 300, 9300, 18300, 18429], lens)
+    tiles = layout.tiles(torch.device("cpu"), 2, 128).tolist()
+    every = [[i, row] for i, n in enumerate(lens) for row in range(0, 2 * n, 128)]
+    assert sorted(tiles) == every
+    # The second sequence of 9,000 begins within the first 16,384 keys; all others come after it.
+    assert {i for i, _ in tiles[:282]} == {1, 2} and tiles[:2] == [[1, 17920], [2, 17920]]
+    for near in (tiles[:282], tiles[282:]):
+        assert [row for _, row in near] == sorted((row for _, row in near), reverse=True)
+
+
 def test_key_tiles_that_most_queries_see_come_first():
     tiles = PackedSequences.of([0, 300, 300], [300, 0, 129]).key_tiles(torch.device("cpu"), 128)
     assert tiles.tolist() == [[0, 0], [0, 128], [2, 0], [0, 256], [2, 128]]
