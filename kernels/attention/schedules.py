@@ -21,7 +21,7 @@ NO_WINDOW = 1 << 30
 """The window of a call without one: longer than any sequence; a position plus it fits an int32."""
 UNSPECIALIZED = (
     "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes and a "
-    "head_dim of 48 to 128; leave the schedule out to have one chosen."
+    "head_dim of 48 to 256, to 128 in the backward pass; leave the schedule out to have one chosen."
 )
 NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, a head_dim of at least "
@@ -160,11 +160,11 @@ def pick_forward(
         return _pick_ring(q, k.shape[1], layout, most_rows)
     if few:
         return DECODE_POINTERS if q.shape[2] <= 128 else _fitting(q, FP32_FORWARD)
+    if admits(PREFILL_HOPPER, layout, q, k, v):
+        return PREFILL_HOPPER
     if q.shape[2] > 128:
         return PREFILL_WIDE_DESCRIPTORS if _holds_wide(q.device) else _fitting(q, PREFILL_WIDE)
-    if not has_tma(q.device):
-        return PREFILL_POINTERS
-    return PREFILL_HOPPER if admits(PREFILL_HOPPER, layout, q, k, v) else PREFILL_DESCRIPTORS
+    return PREFILL_DESCRIPTORS if has_tma(q.device) else PREFILL_POINTERS
 
 
 def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
@@ -291,11 +291,8 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
     """Whether a schedule can run a call; the launch finds out whether it fits the device."""
     if not schedule.specialized and not schedule.ring:
         return True
-    kind, line, dims = (
-        (PackedSequences, 16, (64, 128))
-        if schedule.specialized
-        else (PagedAttention, 32, (64, 128, 256))
-    )
+    kind, line = (PackedSequences, 16) if schedule.specialized else (PagedAttention, 32)
+    dims = (64, 128) if schedule is FIVE_PRODUCTS else (64, 128, 256)
     if not isinstance(layout, kind) or not has_wgmma(operands[0].device):
         return False
     for x in operands:

@@ -17,10 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 
 CONSUMER_ROWS = gl.constexpr(64)
-KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
-QUERY_BUFFERS = gl.constexpr(2)
-"""Tiles whose queries are in shared memory at one time."""
 
 
 @gluon.jit
@@ -60,7 +57,9 @@ def listed(index, place, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def extent(sequence, first_row, place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+def extent(
+    sequence, first_row, place, KEYS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr
+):
     """(row of the first token, queries, keys, first key, blocks) of a tile's sequence."""
     _tiles, _num_tiles, query_start, query_len, context_len, window = place
     q_len = gl.load(query_len + sequence)
@@ -81,8 +80,9 @@ def _load_queries(
     CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fill both consumers' query buffers for the program's turn-th tile."""
-    first_buffer = turn % QUERY_BUFFERS * 2
-    phase = (turn // QUERY_BUFFERS) & 1
+    tiles_held: gl.constexpr = q_bufs.shape[0] // 2
+    first_buffer = turn % tiles_held * 2
+    phase = (turn // tiles_held) & 1
     for which in gl.static_range(2):
         mbarrier.wait(q_empty.index(first_buffer + which), phase ^ 1)
     if CONSUMER_ROWS % GROUP == 0:
@@ -126,13 +126,17 @@ def produce(
     """Copy the program's tiles one after another."""
     chunk: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
     k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
+    keys: gl.constexpr = k_bufs.shape[1]
+    width: gl.constexpr = v_bufs.shape[2]
+    parts: gl.constexpr = DIM // width
+    of_part: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    dim = gl.arange(0, width, layout=gl.SliceLayout(0, of_part))
+    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, of_part))
     done = gl.to_tensor(0)
     tiles_here = count_tiles(place[1])
     kv_head, sequence, first_row = listed(tile_index(done), place, KV_HEADS)
-    start_row, q_len, limit, low, count = extent(sequence, first_row, place, GROUP, WINDOWED)
+    start_row, q_len, limit, low, count = extent(sequence, first_row, place, keys, GROUP, WINDOWED)
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
         stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
@@ -142,42 +146,52 @@ def produce(
             tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS
         )
         next_start, next_len, next_limit, next_low, next_count = extent(
-            sequence, next_first, place, GROUP, WINDOWED
+            sequence, next_first, place, keys, GROUP, WINDOWED
         )
         for i in range(count):
-            start = low + i * KEYS
+            start = low + i * keys
             slot = done % STAGES
             phase = (done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), KEYS * DIM * 2)
+            mbarrier.expect(k_full.index(slot), keys * DIM * 2)
             tma.async_copy_global_to_shared(
                 k_desc, [start_row + start, kv_head, 0], k_full.index(slot),
-                k_bufs.index(slot).reshape([KEYS, 1, DIM]),
+                k_bufs.index(slot).reshape([keys, 1, DIM]),
             )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            if start + KEYS <= limit:
-                mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
-                tma.async_copy_global_to_shared(
-                    v_desc, [start_row + start, kv_head, 0], v_full.index(slot),
-                    v_bufs.index(slot).reshape([KEYS, 1, DIM]),
-                )  # fmt: skip
+            if start + keys <= limit:
+                mbarrier.expect(v_full.index(slot), keys * DIM * 2)
+                for part in gl.static_range(parts):
+                    tma.async_copy_global_to_shared(
+                        v_desc, [start_row + start, kv_head, part * width], v_full.index(slot),
+                        v_bufs.index(slot * parts + part).reshape([keys, 1, width]),
+                    )  # fmt: skip
             else:
                 # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
-                for c in gl.static_range(KEYS // chunk):
-                    key = start + c * chunk + within
-                    key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
-                    v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(dim, 0)
-                    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-                    part = v_bufs.index(slot).slice(c * chunk, chunk, 0)
-                    async_copy.async_copy_global_to_shared(part, v_pointer, mask=inside)
+                for part in gl.static_range(parts):
+                    column = part * width + dim
+                    for c in gl.static_range(keys // chunk):
+                        key = start + c * chunk + within
+                        key_offset = (start_row + key).to(
+                            gl.int64
+                        ) * stride_vt + kv_head * stride_vh
+                        v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(column, 0)
+                        inside = gl.expand_dims(key < limit, 1)
+                        inside = inside & gl.expand_dims(column < HEAD_DIM, 0)
+                        to = v_bufs.index(slot * parts + part).slice(c * chunk, chunk, 0)
+                        async_copy.async_copy_global_to_shared(to, v_pointer, mask=inside)
                 async_copy.commit_group()
                 async_copy.wait_group(0)
                 fence_async_shared()
                 thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
             # Once this tile's second block has a slot, the tile before has freed the next tile's
-            # query buffer. Any earlier the producer would have to wait.
-            if (i == gl.minimum(count - 1, 1)) & (turn + 1 < tiles_here):
+            # query buffer. Any earlier the producer would have to wait. Where all tiles use the
+            # same buffer, this one's consumers need all their blocks before they free it.
+            last = count - 1
+            if q_bufs.shape[0] > 2:
+                last = gl.minimum(last, 1)
+            if (i == last) & (turn + 1 < tiles_here):
                 _load_queries(
                     Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
                     next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
