@@ -31,7 +31,15 @@ SHORT_KEYS = 8192
 WIDE = 64
 """Columns of the values that one product of a head above 128 takes: two such products, the sums of
 256 columns and the probabilities fit the registers."""
+NARROW = 32
+"""Columns in one part of a head of 65 to 96: three parts, since no buffer has 96."""
 UPPER, LOWER = gl.constexpr(0), gl.constexpr(1)
+
+
+@gluon.constexpr_function
+def room_for(parts: int) -> int:
+    """Buffers that hold the parts of a block: a power of two."""
+    return 4 if parts == 3 else parts
 
 
 @remembered
@@ -50,24 +58,27 @@ def attention_hopper_kernel(
     consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
     """
     dtype: gl.constexpr = k_desc.dtype
-    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], dtype)
     keys: gl.constexpr = k_desc.block_shape[0]
-    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([keys, DIM], dtype)
-    width: gl.constexpr = v_desc.block_shape[2]
-    of_part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([keys, width], dtype)
-    # Two consumers, and two tiles where they fit.
-    q_buffers: gl.constexpr = 4 if DIM <= 128 else 2
-    q_bufs = gl.allocate_shared_memory(dtype, [q_buffers, CONSUMER_ROWS, DIM], of_rows)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, keys, DIM], of_keys)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES * DIM // width, keys, width], of_part)
-    q_full, q_empty = barriers(q_buffers), barriers(q_buffers)
+    k_width: gl.constexpr = k_desc.block_shape[2]
+    v_width: gl.constexpr = v_desc.block_shape[2]
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, k_width], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([keys, k_width], dtype)
+    of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([keys, v_width], dtype)
+    # Of two consumers, and of two tiles where these fit.
+    queries: gl.constexpr = 4 if DIM <= 128 else 2
+    k_parts: gl.constexpr = room_for(DIM // k_width)
+    v_parts: gl.constexpr = room_for(DIM // v_width)
+    q_bufs = gl.allocate_shared_memory(dtype, [queries * k_parts, CONSUMER_ROWS, k_width], of_rows)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES * k_parts, keys, k_width], of_keys)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES * v_parts, keys, v_width], of_values)
+    q_full, q_empty = barriers(queries), barriers(queries)
     k_full, v_full, k_empty, v_empty = (
         barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES)
     )  # fmt: skip
     turns = barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(q_buffers):
+    for i in gl.static_range(queries):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -102,12 +113,13 @@ def attention_hopper_kernel(
 def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
     """Fill o and lse for tiles of 128 rows; `longest` is the longest context."""
     q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
-    keys = head_descriptor(k, call.keys, 1, call.dim)
-    width = call.dim if call.dim <= 128 else WIDE
-    values = head_descriptor(v, call.keys, 1, width)
+    dim = 96 if 64 < call.head_dim <= 96 else call.dim
+    k_width = NARROW if dim == 96 else dim
+    keys = head_descriptor(k, call.keys, 1, k_width)
+    values = head_descriptor(v, call.keys, 1, WIDE if dim == 256 else k_width)
     queries = keys
     if CONSUMER_ROWS.value % call.group == 0:
-        queries = head_descriptor(q, CONSUMER_ROWS.value // call.group, call.group, call.dim)
+        queries = head_descriptor(q, CONSUMER_ROWS.value // call.group, call.group, k_width)
     programs = call.grid
     if longest <= SHORT_KEYS:
         # A program loads the next of several short tiles while it stores the last one.
@@ -115,6 +127,6 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
     attention_hopper_kernel[(programs,)](
         q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,
         call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=call.dim,
+        KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim,
         WINDOWED=call.windowed, num_warps=4, maxnreg=168, **OPTIONS,
     )  # fmt: skip

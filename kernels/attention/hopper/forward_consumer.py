@@ -67,43 +67,47 @@ def _free(empty, done):
 
 
 @gluon.jit
-def _start_scores(done, q_buf, ring, S: gl.constexpr):
-    """Start the scores [64, keys] of a block."""
+def _start_scores(done, q, ring, PARTS: gl.constexpr, S: gl.constexpr):
+    """Start the scores [64, keys] of a block: one chain over the parts of the heads' columns."""
     k_bufs, _v_bufs, k_full, _v_full, _k_empty, _v_empty = ring
     keys: gl.constexpr = k_bufs.shape[1]
+    apart: gl.constexpr = k_bufs.shape[0] // STAGES
     slot = done % STAGES
     mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
-    nothing = gl.zeros([CONSUMER_ROWS, keys], gl.float32, S)
-    return warpgroup_mma(
-        q_buf, k_bufs.index(slot).permute([1, 0]), nothing, use_acc=False, is_async=True
-    )
+    scores = gl.zeros([CONSUMER_ROWS, keys], gl.float32, S)
+    for part in gl.static_range(PARTS):
+        scores = warpgroup_mma(
+            q[part], k_bufs.index(slot * apart + part).permute([1, 0]), scores,
+            use_acc=part > 0, is_async=True,
+        )  # fmt: skip
+    return scores
 
 
 @gluon.jit
-def _start_values(rounded, slot, v_bufs, PART: gl.constexpr, PARTS: gl.constexpr, P: gl.constexpr):
+def _start_values(rounded, slot, v_bufs, PART: gl.constexpr, P: gl.constexpr):
     """Start the product of a block's probabilities and one part of the values' columns."""
     width: gl.constexpr = v_bufs.shape[2]
+    apart: gl.constexpr = v_bufs.shape[0] // STAGES
     nothing = gl.zeros([CONSUMER_ROWS, width], gl.float32, P)
     return warpgroup_mma(
-        rounded, v_bufs.index(slot * PARTS + PART), nothing, use_acc=False, is_async=True
+        rounded, v_bufs.index(slot * apart + PART), nothing, use_acc=False, is_async=True
     )
 
 
 @gluon.jit
-def _first_scores(done, q_buf, ring, turns, WHICH: gl.constexpr, S: gl.constexpr):
+def _first_scores(done, q, ring, turns, WHICH: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr):
     """Scores [64, keys] of a block that `_consume_block` did not start."""
-    k_empty = ring[4]
-    scores = _start_scores(done, q_buf, ring, S)
+    scores = _start_scores(done, q, ring, PARTS, S)
     _give_turn(turns, WHICH)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    _free(k_empty, done)
+    _free(ring[4], done)
     return scores
 
 
 @gluon.jit
 def _consume_block(
-    done, start, scores, q_buf, ring, turns, taken, position, window, factor, m, lanes, acc,
-    MASKED: gl.constexpr, WINDOWED: gl.constexpr, WHICH: gl.constexpr,
+    done, start, scores, q, ring, turns, taken, position, window, factor, m, lanes,
+    acc, DIM: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, WHICH: gl.constexpr,
     S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """(next scores, m, lanes, acc) after folding the block of `scores`.
@@ -114,7 +118,7 @@ def _consume_block(
     k_bufs, v_bufs, _k_full, v_full, k_empty, v_empty = ring
     dtype: gl.constexpr = v_bufs.dtype
     keys: gl.constexpr = k_bufs.shape[1]
-    parts: gl.constexpr = v_bufs.shape[0] // STAGES
+    parts: gl.constexpr = DIM // v_bufs.shape[2]
     lane_layout: gl.constexpr = lanes.type.layout
     slot = done % STAGES
     if MASKED:
@@ -129,7 +133,7 @@ def _consume_block(
     rounded = gl.convert_layout(p.to(dtype), operand)
     mbarrier.wait(v_full.index(slot), (done // STAGES) & 1)
     _take_turn(turns, taken, WHICH)
-    coming = _start_values(rounded, slot, v_bufs, 0, parts, P)
+    coming = _start_values(rounded, slot, v_bufs, 0, P)
     # The row sums and the new maximum do not wait for the product.
     if keys == 128:
         p = halve(p, CONSUMER_ROWS, 128)
@@ -149,7 +153,7 @@ def _consume_block(
     folded = ()
     for i in gl.static_range(parts - 1):
         block_acc = coming
-        coming = _start_values(rounded, slot, v_bufs, i + 1, parts, P)
+        coming = _start_values(rounded, slot, v_bufs, i + 1, P)
         scaled = acc[i] * left_acc
         block_acc = warpgroup_mma_wait(1, deps=[block_acc])
         scaled = gl.fma(block_acc, right_acc + gl.zeros_like(scaled), scaled)
@@ -160,7 +164,7 @@ def _consume_block(
     if MASKED:
         last = gl.fma(block_acc, right_acc + gl.zeros_like(scaled), scaled)
     else:
-        following = _start_scores(done + 1, q_buf, ring, S)
+        following = _start_scores(done + 1, q, ring, DIM // k_bufs.shape[2], S)
         last = gl.fma(block_acc, right_acc + gl.zeros_like(scaled), scaled)
         _give_turn(turns, WHICH)
         scores = warpgroup_mma_wait(0, deps=[following])
@@ -180,7 +184,9 @@ def consume(
     keys: gl.constexpr = k_bufs.shape[1]
     width: gl.constexpr = v_bufs.shape[2]
     parts: gl.constexpr = DIM // width
-    tiles_held: gl.constexpr = q_bufs.shape[0] // 2
+    score_parts: gl.constexpr = DIM // k_bufs.shape[2]
+    tiles_held: gl.constexpr = q_full.shape[0] // 2
+    q_apart: gl.constexpr = q_bufs.shape[0] // q_full.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -214,22 +220,24 @@ def consume(
             whole = 0
         taken = done + turn
         buffer = turn % tiles_held * 2 + WHICH
-        q_buf = q_bufs.index(buffer)
+        q = ()
+        for part in gl.static_range(score_parts):
+            q = q + (q_bufs.index(buffer * q_apart + part),)
         mbarrier.wait(q_full.index(buffer), (turn // tiles_held) & 1)
         _take_turn(turns, taken, WHICH)
-        scores = _first_scores(done, q_buf, ring, turns, WHICH, S)
+        scores = _first_scores(done, q, ring, turns, WHICH, score_parts, S)
         for i in range(whole):
             scores, m, lanes, acc = _consume_block(
-                done + i, low + i * keys, scores, q_buf, ring, turns, taken + 1 + i, position,
-                window, factor, m, lanes, acc, False, WINDOWED, WHICH, S, P,
+                done + i, low + i * keys, scores, q, ring, turns, taken + 1 + i, position,
+                window, factor, m, lanes, acc, DIM, False, WINDOWED, WHICH, S, P,
             )  # fmt: skip
         for i in range(whole, count):
             scores, m, lanes, acc = _consume_block(
-                done + i, low + i * keys, scores, q_buf, ring, turns, taken + 1 + i, position,
-                window, factor, m, lanes, acc, True, WINDOWED, WHICH, S, P,
+                done + i, low + i * keys, scores, q, ring, turns, taken + 1 + i, position,
+                window, factor, m, lanes, acc, DIM, True, WINDOWED, WHICH, S, P,
             )  # fmt: skip
             if i + 1 < count:
-                scores = _first_scores(done + i + 1, q_buf, ring, turns, WHICH, S)
+                scores = _first_scores(done + i + 1, q, ring, turns, WHICH, score_parts, S)
             else:
                 _give_turn(turns, WHICH)
         for i in range(count, tile_count):

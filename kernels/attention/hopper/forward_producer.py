@@ -77,44 +77,64 @@ def extent(
 def _load_queries(
     Q, q_desc, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
     stride_qh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-    CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fill both consumers' query buffers for the program's turn-th tile."""
-    tiles_held: gl.constexpr = q_bufs.shape[0] // 2
-    first_buffer = turn % tiles_held * 2
+    width: gl.constexpr = q_bufs.shape[2]
+    apart: gl.constexpr = q_bufs.shape[0] // q_full.shape[0]
+    tiles_held: gl.constexpr = q_full.shape[0] // 2
+    first = turn % tiles_held * 2
     phase = (turn // tiles_held) & 1
     for which in gl.static_range(2):
-        mbarrier.wait(q_empty.index(first_buffer + which), phase ^ 1)
+        mbarrier.wait(q_empty.index(first + which), phase ^ 1)
     if CONSUMER_ROWS % GROUP == 0:
         # Whole tokens. Rows past the sequence's end belong to another; they get no result.
         tokens: gl.constexpr = CONSUMER_ROWS // GROUP
         for which in gl.static_range(2):
             token_row = start_row + first_row // GROUP + which * tokens
-            full = q_full.index(first_buffer + which)
+            full = q_full.index(first + which)
             mbarrier.expect(full, CONSUMER_ROWS * DIM * 2)
-            tma.async_copy_global_to_shared(
-                q_desc, [token_row, kv_head * GROUP, 0], full,
-                q_bufs.index(first_buffer + which).reshape([tokens, GROUP, DIM]),
-            )  # fmt: skip
+            for part in gl.static_range(DIM // width):
+                tma.async_copy_global_to_shared(
+                    q_desc, [token_row, kv_head * GROUP, part * width], full,
+                    q_bufs.index((first + which) * apart + part).reshape([tokens, GROUP, width]),
+                )  # fmt: skip
     else:
-        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-        within = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
         base = Q + start_row.to(gl.int64) * stride_qt + kv_head * GROUP * stride_qh
         # Not unrolled: the addresses of all rows at once would not fit the registers.
         for which in range(2):
-            for c in gl.static_range(CONSUMER_ROWS // CHUNK):
-                row = first_row + which * CONSUMER_ROWS + c * CHUNK + within
-                at = (row // GROUP).to(gl.int64) * stride_qt + row % GROUP * stride_qh
-                pointer = base + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0)
-                mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-                part = q_bufs.index(first_buffer + which).slice(c * CHUNK, CHUNK, 0)
-                async_copy.async_copy_global_to_shared(part, pointer, mask=mask)
+            for part in gl.static_range(DIM // width):
+                _load_rows(
+                    base, q_bufs.index((first + which) * apart + part), part * width,
+                    first_row + which * CONSUMER_ROWS, q_len * GROUP, stride_qt, stride_qh, GROUP,
+                    HEAD_DIM,
+                )  # fmt: skip
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
         thread_barrier()
         for which in gl.static_range(2):
-            mbarrier.arrive(q_full.index(first_buffer + which), count=1)
+            mbarrier.arrive(q_full.index(first + which), count=1)
+
+
+@gluon.jit
+def _load_rows(
+    base, buffer, first_column, first, limit, stride_t, stride_h, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Start to copy rows first .. of a sequence, GROUP to a token, into a buffer [rows, width];
+    zeros from row `limit` and column HEAD_DIM on."""
+    width: gl.constexpr = buffer.shape[1]
+    chunk: gl.constexpr = 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    column = first_column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    for c in gl.static_range(buffer.shape[0] // chunk):
+        row = first + c * chunk + within
+        at = (row // GROUP).to(gl.int64) * stride_t + row % GROUP * stride_h
+        pointer = base + gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
+        mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(column < HEAD_DIM, 0)
+        to = buffer.slice(c * chunk, chunk, 0)
+        async_copy.async_copy_global_to_shared(to, pointer, mask=mask)
 
 
 @gluon.jit
@@ -124,22 +144,19 @@ def produce(
     DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's tiles one after another."""
-    chunk: gl.constexpr = 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     keys: gl.constexpr = k_bufs.shape[1]
-    width: gl.constexpr = v_bufs.shape[2]
-    parts: gl.constexpr = DIM // width
-    of_part: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-    dim = gl.arange(0, width, layout=gl.SliceLayout(0, of_part))
-    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, of_part))
+    k_width: gl.constexpr = k_bufs.shape[2]
+    v_width: gl.constexpr = v_bufs.shape[2]
+    k_apart: gl.constexpr = k_bufs.shape[0] // STAGES
+    v_apart: gl.constexpr = v_bufs.shape[0] // STAGES
     done = gl.to_tensor(0)
     tiles_here = count_tiles(place[1])
     kv_head, sequence, first_row = listed(tile_index(done), place, KV_HEADS)
     start_row, q_len, limit, low, count = extent(sequence, first_row, place, keys, GROUP, WINDOWED)
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
-        stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
+        stride_qh, GROUP, HEAD_DIM, DIM,
     )  # fmt: skip
     for turn in range(tiles_here):
         next_head, sequence, next_first = listed(
@@ -154,32 +171,27 @@ def produce(
             phase = (done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), keys * DIM * 2)
-            tma.async_copy_global_to_shared(
-                k_desc, [start_row + start, kv_head, 0], k_full.index(slot),
-                k_bufs.index(slot).reshape([keys, 1, DIM]),
-            )  # fmt: skip
+            for part in gl.static_range(DIM // k_width):
+                tma.async_copy_global_to_shared(
+                    k_desc, [start_row + start, kv_head, part * k_width], k_full.index(slot),
+                    k_bufs.index(slot * k_apart + part).reshape([keys, 1, k_width]),
+                )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             if start + keys <= limit:
                 mbarrier.expect(v_full.index(slot), keys * DIM * 2)
-                for part in gl.static_range(parts):
+                for part in gl.static_range(DIM // v_width):
                     tma.async_copy_global_to_shared(
-                        v_desc, [start_row + start, kv_head, part * width], v_full.index(slot),
-                        v_bufs.index(slot * parts + part).reshape([keys, 1, width]),
+                        v_desc, [start_row + start, kv_head, part * v_width], v_full.index(slot),
+                        v_bufs.index(slot * v_apart + part).reshape([keys, 1, v_width]),
                     )  # fmt: skip
             else:
                 # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
-                for part in gl.static_range(parts):
-                    column = part * width + dim
-                    for c in gl.static_range(keys // chunk):
-                        key = start + c * chunk + within
-                        key_offset = (start_row + key).to(
-                            gl.int64
-                        ) * stride_vt + kv_head * stride_vh
-                        v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(column, 0)
-                        inside = gl.expand_dims(key < limit, 1)
-                        inside = inside & gl.expand_dims(column < HEAD_DIM, 0)
-                        to = v_bufs.index(slot * parts + part).slice(c * chunk, chunk, 0)
-                        async_copy.async_copy_global_to_shared(to, v_pointer, mask=inside)
+                base = V + (start_row + start).to(gl.int64) * stride_vt + kv_head * stride_vh
+                for part in gl.static_range(DIM // v_width):
+                    _load_rows(
+                        base, v_bufs.index(slot * v_apart + part), part * v_width, 0, limit - start,
+                        stride_vt, stride_vh, 1, HEAD_DIM,
+                    )  # fmt: skip
                 async_copy.commit_group()
                 async_copy.wait_group(0)
                 fence_async_shared()
@@ -189,12 +201,12 @@ def produce(
             # query buffer. Any earlier the producer would have to wait. Where all tiles use the
             # same buffer, this one's consumers need all their blocks before they free it.
             last = count - 1
-            if q_bufs.shape[0] > 2:
+            if q_full.shape[0] > 2:
                 last = gl.minimum(last, 1)
             if (i == last) & (turn + 1 < tiles_here):
                 _load_queries(
                     Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
-                    next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
+                    next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM,
                 )  # fmt: skip
             # Phases repeat, so no warp may fall behind by a whole round of the buffers.
             thread_barrier()
