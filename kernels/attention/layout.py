@@ -29,7 +29,6 @@ KEY_BLOCK = 64
 
 NEAR_KEYS = 16384
 """Keys of the sequences whose tiles run near each other: 8 MiB of K and V for one head of 128."""
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Kept = TypeVar("_Kept")
 
@@ -203,17 +202,15 @@ class AttentionLayout:
     def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
         """[tiles, 2] int32 on a device: a sequence and the tile's first row in it.
 
-        A sequence's rows are its queries times the group's heads. Sequences come by `NEAR_KEYS`
-        keys at a time, those with most keys first, and of these sequences the longest tile: tiles
-        that run together share keys in the L2 cache, and the last ones to run are short.
+        A sequence's rows are its queries times the group's heads. Sequences come by `NEAR_KEYS` at
+        a time, those with most keys first, and of these the longest tile: tiles that run together
+        share keys in the L2 cache, and the last ones are short.
         """
         sequence, first, _ = _cut([n * group for n in self.query_lens], rows_per_tile)
-        contexts = _int64(self.context_lens)
-        by_keys = torch.argsort(contexts, descending=True, stable=True)
-        before = contexts[by_keys].cumsum(0) - contexts[by_keys]
-        section = torch.empty_like(contexts).scatter_(0, by_keys, before // NEAR_KEYS)
+        keys, order = (contexts := _int64(self.context_lens)).sort(descending=True, stable=True)
+        section = torch.empty_like(keys)
+        section[order] = (keys.cumsum(0) - keys) // NEAR_KEYS
         past = contexts - _int64(self.query_lens)
-        # One number orders by section, then by length.
         length = past[sequence] + first // group - section[sequence] * (self.longest_context + 1)
         return _longest_first(length, device, sequence, first)
 
