@@ -84,11 +84,14 @@ def test_memory_that_was_taken_away_is_refused(model, what):
     loss(model, BATCHES[0], 1).backward()
     a, b = (model.model.layers[i].mlp.up_proj.weight for i in (0, 1))
     assert graphs.replays == 1
-    assert {a.grad.data_ptr(), b.grad.data_ptr()} <= graphs._gradients._places
+    captured = graphs._gradients
+    own = next(x for p, x in zip(captured.parameters, captured._own, strict=True) if p is a)
+    # `.grad` is a rounded copy where sums are wider: of fp32 models on a GPU.
+    assert (a.grad.data_ptr() == own.data_ptr()) == (a.grad.dtype == own.dtype)
     if what == "exchanged":
         a.grad, b.grad = b.grad, a.grad
     elif what == "resized":
-        a.grad.untyped_storage().resize_(0)
+        own.untyped_storage().resize_(0)
         model.zero_grad(set_to_none=True)
     value = loss(model, BATCHES[0], 2)
     if what == "moved":
