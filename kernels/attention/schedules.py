@@ -20,8 +20,9 @@ LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 """The window of a call without one: longer than any sequence; a position plus it fits an int32."""
 UNSPECIALIZED = (
-    "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes and a "
-    "head_dim of 48 to 256, to 128 in the backward pass; leave the schedule out to have one chosen."
+    "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes, a head_dim "
+    "of 48 to 256 and rows 32 bytes apart, and in backward a head_dim of up to "
+    "128; leave the schedule out to have one chosen."
 )
 NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, a head_dim of at least "
@@ -291,8 +292,9 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
     """Whether a schedule can run a call; the launch finds out whether it fits the device."""
     if not schedule.specialized and not schedule.ring:
         return True
-    kind, line = (PackedSequences, 16) if schedule.specialized else (PagedAttention, 32)
-    dims = (64, 128) if schedule is FIVE_PRODUCTS else (64, 128, 256)
+    kind = PackedSequences if schedule.specialized else PagedAttention
+    # Where rows are copied without descriptors, Triton sees multiples of 16 elements as aligned.
+    line, dims = (16, (64, 128)) if schedule is FIVE_PRODUCTS else (32, (64, 128, 256))
     if not isinstance(layout, kind) or not has_wgmma(operands[0].device):
         return False
     for x in operands:

@@ -5,9 +5,10 @@ Dtypes, rounding points and order: those of `glu`, then of `linear`, in both pas
     as the two ops.
 Invariant to: what both are invariant to.
 Varies with: K, N.
-Backward: the values of `glu` are computed again for dW, from the same gate and up.
+Backward: the values of `glu` are computed again for dW, from the same gate and up, by the kernel of
+    their gradients where these are wanted too.
 Errors: those of `glu` and `linear`.
-Cost: one more pass of `glu` in backward. R x K elements less are kept between the passes: of a
+Cost: R x K elements more are written in backward, and as many less kept between the passes: of a
     dense decoder layer's activations 13 to 23 %.
 
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for one op.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.glu.op import (
+    glu_gradients,
     glu_gradients_and_values,
     glu_values,
     require_gated,
@@ -76,7 +78,10 @@ class GLULinearFunction(torch.autograd.Function):
         dgate = dup = dweight = dbias = x = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             dx = matmul_nn(dy, weight, out_dtype=gate.dtype).view(gate.shape)
-            dgate, dup, x = glu_gradients_and_values(dx, gate, up, ctx.activation)
+            if ctx.needs_input_grad[2]:
+                dgate, dup, x = glu_gradients_and_values(dx, gate, up, ctx.activation)
+            else:
+                dgate, dup = glu_gradients(dx, gate, up, ctx.activation)
             del dx  # its memory may be dW's
         if ctx.needs_input_grad[2]:
 

@@ -6,13 +6,16 @@ import torch
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS
 from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
-from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import (
     DECODE,
     DECODE_DEEP,
     DECODE_LAST,
     DECODE_SPREAD,
     NARROWEST,
+    PREFILL_DESCRIPTORS,
+    PREFILL_HOPPER,
+    PREFILL_WIDE_DESCRIPTORS,
     key_block,
     pick_forward,
     programs_for,
@@ -59,6 +62,25 @@ def test_short_tiles_shared_by_programs_are_folded_by_the_last():
 def test_at_most_a_tile_for_each_multiprocessor_takes_a_deep_ring():
     assert picked([8192] * 9) == picked([32768] * 16) == DECODE_DEEP
     assert picked([8192] * 4, queries=5) == DECODE_DEEP
+
+
+@pytest.mark.parametrize("head_dim", [48, 80, 128, 144, 256])
+def test_heads_of_48_to_256_are_prefilled_with_specialised_warps_where_rows_are_aligned(
+    head_dim, monkeypatch
+):
+    monkeypatch.setattr(attention_schedules, "has_tma", lambda device: True)
+    monkeypatch.setattr(attention_schedules, "shared_memory", lambda device: SHARED)
+    layout = PackedSequences.of([0, 300], [300, 40])
+
+    def picks(padding):
+        rows = torch.empty(340, 8, head_dim + padding, dtype=torch.bfloat16)
+        q, k, v = rows[..., :head_dim], rows[:, :2, :head_dim], rows[:, :2, :head_dim]
+        return pick_forward(q, k, v, layout, 300 * 4)
+
+    others = PREFILL_WIDE_DESCRIPTORS if head_dim > 128 else PREFILL_DESCRIPTORS
+    assert picks(0) == picks(16) == PREFILL_HOPPER
+    # 16 bytes from line to line: their addresses are not seen as aligned.
+    assert picks(8) == others
 
 
 def test_more_tiles_than_multiprocessors_and_contexts_that_a_ring_holds_do_not():

@@ -365,7 +365,7 @@ def test_bad_operands_are_refused():
         pytest.raises(ValueError, match="autocast is on for cuda"),
     ):
         attention_varlen(q, k, v, layout, **MAIN.options)
-    for case in (Case(FP32, 128), Case(BF16, 32), Case(BF16, 160)):
+    for case in (Case(FP32, 128), Case(BF16, 32)):
         q, k, v, _, layout = packed(case, [2])
         with pytest.raises(ValueError, match="specialised warps need sm_90"):
             attention_fwd(q, k, v, layout, *case.options.values(), schedule=PREFILL[0])
