@@ -34,7 +34,7 @@ from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
-from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
+from rl_consistency.models.stock.attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
 ADDED = frozenset(

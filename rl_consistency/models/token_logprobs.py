@@ -23,7 +23,7 @@ from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host, p
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import through, unwrapped
 from rl_consistency.models.shared_prompts import SharedPrompts, shared_hidden_states
-from rl_consistency.models.stock_logprobs import stock_scores
+from rl_consistency.models.stock.logprobs import stock_scores
 from rl_consistency.numerics.strict import current, is_canonical
 
 

@@ -1,0 +1,1 @@
+"""What ops that are not strict compute in place of ours: stock attention and log-probabilities."""
