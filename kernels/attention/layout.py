@@ -29,6 +29,7 @@ KEY_BLOCK = 64
 
 NEAR_KEYS = 16384
 """Keys of the sequences whose tiles run near each other: 8 MiB of K and V for one head of 128."""
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Kept = TypeVar("_Kept")
 
@@ -203,15 +204,16 @@ class AttentionLayout:
         """[tiles, 2] int32 on a device: a sequence and the tile's first row in it.
 
         A sequence's rows are its queries times the group's heads. Sequences come by `NEAR_KEYS` at
-        a time, those with most keys first, and of these the longest tile: tiles that run together
-        share keys in the L2 cache, and the last ones are short.
+        a time, most keys first, and of these the longest tile. So tiles that run together share
+        keys in the L2 cache, and the last are short.
         """
         sequence, first, _ = _cut([n * group for n in self.query_lens], rows_per_tile)
-        keys, order = (contexts := _int64(self.context_lens)).sort(descending=True, stable=True)
+        contexts = _int64(self.context_lens)
+        keys, order = contexts.sort(descending=True, stable=True)
         section = torch.empty_like(keys)
         section[order] = (keys.cumsum(0) - keys) // NEAR_KEYS
-        past = contexts - _int64(self.query_lens)
-        length = past[sequence] + first // group - section[sequence] * (self.longest_context + 1)
+        length = (contexts - _int64(self.query_lens))[sequence] + first // group
+        length -= section[sequence] * (self.longest_context + 1)  # later sections follow
         return _longest_first(length, device, sequence, first)
 
     @_once
@@ -379,8 +381,7 @@ def _int64(values: Sequence[int]) -> Tensor:
 
 
 def _cut(lens: Sequence[int], per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut sequences of `lens` rows, in their order, into tiles: (sequence [tiles], first row in it
-    [tiles], number of each sequence's first tile), int64."""
+    """int64 of the tiles of `lens` rows: sequence, first row in it; first tile of each sequence."""
     counts = -(-_int64(lens) // per_tile)
     before = counts.cumsum(0) - counts
     sequence = torch.repeat_interleave(counts)

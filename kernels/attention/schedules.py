@@ -20,9 +20,9 @@ LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 """The window of a call without one: longer than any sequence; a position plus it fits an int32."""
 UNSPECIALIZED = (
-    "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes, a head_dim "
-    "of 48 to 256 and rows 32 bytes apart, and in backward a head_dim of up to "
-    "128; leave the schedule out to have one chosen."
+    "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes, rows 32 "
+    "bytes apart and a head_dim of 48 to 256, in the backward pass to 128; leave the schedule out "
+    "to have one chosen."
 )
 NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, a head_dim of at least "

@@ -6,6 +6,7 @@ from torch import nn
 
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.linear import glu_linear as glu_linear_module
 from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.parity.bytes import same_bytes
@@ -52,6 +53,20 @@ def test_what_is_frozen_has_no_gradient(frozen):
     expected, actual = (results(op, given, dy, frozen=frozen) for op in (apart, glu_linear))
     assert len(actual) == 5 - len(frozen)
     assert all(map(same_bytes, expected, actual))
+
+
+def test_a_frozen_weight_asks_for_no_values(monkeypatch):
+    """They would be a tensor of R x K that nobody reads."""
+    *given, dy = operands()
+    expected = results(apart, given, dy, frozen=(2, 3))
+
+    def unwanted(*_):
+        raise AssertionError("values of glu in backward")
+
+    monkeypatch.setattr(glu_linear_module, "glu_gradients_and_values", unwanted)
+    assert all(map(same_bytes, results(glu_linear, given, dy, frozen=(2, 3)), expected))
+    with pytest.raises(AssertionError, match="values of glu"):
+        results(glu_linear, given, dy)
 
 
 def test_buffers_are_continued_over_micro_batches():
