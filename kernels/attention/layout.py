@@ -259,25 +259,6 @@ class PackedSequences(AttentionLayout):
         return _longest_first(queries, device, sequence, first)
 
     @_once
-    def key_programs(
-        self, device: torch.device, keys_per_tile: int, kv_heads: int, apart: float
-    ) -> Tensor:
-        """[tiles * kv_heads, 3] int32 on a device: a sequence, the tile's first key, the KV head.
-
-        The tiles of one sequence and head lie upward: each tile in `hopper/backward.py` waits for
-        the earlier ones, and would otherwise wait for ever. Such tiles end together if they run
-        side by side. So the order puts sequences and heads up to `apart` tiles apart: they end at
-        different times, and their next tiles start one by one.
-        """
-        sequence, first, _ = _cut(self.query_lens, keys_per_tile)
-        head = torch.arange(kv_heads).repeat(len(sequence))
-        sequence, first = (x.repeat_interleave(kv_heads) for x in (sequence, first))
-        lens = _int64(self.query_lens)
-        place = (sequence * kv_heads + head).double() / (len(lens) * kv_heads)
-        queries = lens[sequence] - first - place * keys_per_tile * apart
-        return _longest_first(queries, device, sequence, first, head)
-
-    @_once
     def query_tiles(self, device: torch.device, queries_per_tile: int) -> tuple[Tensor, Tensor]:
         """(sequence and first query of each tile [tiles, 2], number of each sequence's first tile
         [sequences]), both int32 on a device, in the order of the sequences."""

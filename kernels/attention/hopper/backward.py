@@ -1,13 +1,14 @@
 """The backward pass on sm_90 in five products: one kernel with specialised warps.
 
-A program owns 128 keys of one KV head and continues the chains of dq that earlier keys have left in
-memory (`backward_copies`). The bits are those of the two kernels of `backward_triton`; scores are
+A program owns 128 keys of one KV head, for all query heads of the group or for one. It continues
+the chains of dq that earlier keys have left in memory (`backward_copies`), and the sums of dk and
+dv that earlier heads have. The bits are those of the two kernels of `backward_triton`; scores are
 computed once.
 
 A step is a tile of queries. To keep the matrix units busy, a step starts the next step's scores
 behind its own products, and computes dq before dk, so that dq leaves during dk's product.
 
-A program waits only for programs with lower ids (`PackedSequences.key_programs`). Devices start
+A program waits only for programs with lower ids (`backward_programs`). Devices start
 programs in the order of their ids, so those run already; no device promises this.
 """
 
@@ -16,6 +17,7 @@ programs in the order of their ids, so those run already; no device promises thi
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,19 +30,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
 from rl_consistency.kernels.attention.hopper.backward_copies import (
+    ENTRY,
     KEYS,
     QUERIES,
     ROW,
     STAGES,
     chain_layout,
     copy_queries,
+    count,
     empty_chains,
     fetch_chains,
     leave_chains,
     step_at,
     tiles_before,
+    until,
     walk,
 )
+from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
 from rl_consistency.kernels.attention.hopper.tiles import (
     OPTIONS,
     barriers,
@@ -51,10 +57,6 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, padded, reach
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
-
-APART = 1.25
-"""How far apart sequences and KV heads lie in the order of programs, as a multiple of the programs
-of one that run at a time. Measured (ADR 7); no bit depends on it."""
 
 
 @gluon.jit
@@ -85,6 +87,17 @@ def _write(
     pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
     mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
     gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _sums_of(SUMS, entry, which: gl.constexpr, like):
+    """Where a program keeps its sums of dk (0) or dv (1), [KEYS, DIM]."""
+    layout: gl.constexpr = like.type.layout
+    columns: gl.constexpr = like.shape[1]
+    row = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)), 1)
+    dim = gl.expand_dims(gl.arange(0, columns, layout=gl.SliceLayout(0, layout)), 0)
+    first = (gl.load(entry + 5).to(gl.int64) * 2 + which) * (KEYS * columns)
+    return SUMS + first + row * columns + dim
 
 
 @gluon.jit
@@ -152,9 +165,9 @@ def _send(
 
 @gluon.jit
 def _consume(
-    K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs, in_buf,
-    out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt, stride_kh, stride_vt,
-    stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    K, V, dQ, dK, dV, SUMS, handed, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
+    in_buf, out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps: five products per step; registers carry dk and dv [KEYS, DIM]."""
@@ -164,7 +177,9 @@ def _consume(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = ds_bufs.dtype
-    kv_head, first_key, start_row, limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    kv_head, first_head, heads, first_key, start_row, limit, first_tile, per_head = walk(
+        place, GROUP, WINDOWED
+    )
     window, num_tiles = place[4], place[5]
     k_bufs.index(0).store(
         _rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, HEAD_DIM, DIM)
@@ -176,7 +191,13 @@ def _consume(
     thread_barrier()
     dk = gl.zeros([KEYS, DIM], gl.float32, D)
     dv = gl.zeros([KEYS, DIM], gl.float32, D)
-    steps = GROUP * per_head
+    entry = place[0] + ENTRY * gl.program_id(0)
+    before = first_head - kv_head * GROUP
+    if before > 0:
+        until(handed + gl.load(entry + 5), before // heads)
+        dk = gl.load(_sums_of(SUMS, entry, 0, dk))
+        dv = gl.load(_sums_of(SUMS, entry, 1, dv))
+    steps = heads * per_head
     mbarrier.wait(full.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=[_product(k_bufs.index(0), q_bufs.index(0), S)])
     for step in range(steps):
@@ -203,7 +224,7 @@ def _consume(
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
         _send(
-            dQ, out_buf, free, dq, step, ahead, first_key, start_row, kv_head * GROUP + head,
+            dQ, out_buf, free, dq, step, ahead, first_key, start_row, first_head + head,
             limit, scale, stride_dqt, stride_dqh, HEAD_DIM, DIM,
         )  # fmt: skip
         # The compiler puts barriers of all warps around every arrival: here the matrix units still
@@ -216,20 +237,26 @@ def _consume(
         mbarrier.arrive(done.index(slot), count=1)
         thread_barrier()
         scores = warpgroup_mma_wait(0, deps=[coming])
-    _write(
-        dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh,
-        HEAD_DIM, DIM,
-    )  # fmt: skip
-    _write(
-        dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM, DIM
-    )
+    if before + heads < GROUP:
+        gl.store(_sums_of(SUMS, entry, 0, dk), dk)
+        gl.store(_sums_of(SUMS, entry, 1, dv), dv)
+        count(handed + gl.load(entry + 5))
+    else:
+        _write(
+            dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh,
+            HEAD_DIM, DIM,
+        )  # fmt: skip
+        _write(
+            dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM,
+            DIM,
+        )  # fmt: skip
 
 
 @remembered
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_backward_hopper_kernel(
-    K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc, programs,
-    first_tiles, query_start, query_len, window, num_tiles, factor, scale,
+    K, V, dQ, dK, dV, SUMS, handed, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc,
+    programs, first_tiles, query_start, query_len, window, num_tiles, factor, scale,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
     stride_dvt, stride_dvh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
     WINDOWED: gl.constexpr,
@@ -238,7 +265,8 @@ def attention_backward_hopper_kernel(
     [T, H, HEAD_DIM]. Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
     Grid: one program per entry of `programs`. STATISTICS and `counters` come from `statistics_of`,
-    CHAINS (the sums of dq) from `empty_chains`.
+    CHAINS (the sums of dq) from `empty_chains`. SUMS [places, 2, KEYS * DIM] fp32 holds dk and dv
+    between programs, `handed` [places] how many programs have added to them.
     """
     dtype: gl.constexpr = q_desc.dtype
     owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
@@ -270,10 +298,10 @@ def attention_backward_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
-                in_buf, out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt,
-                stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
-                stride_dvt, stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
+                K, V, dQ, dK, dV, SUMS, handed, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs,
+                v_bufs, ds_bufs, in_buf, out_buf, full, done, ready, gone, free, place, factor,
+                scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh,
+                stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (copy_queries, (
                 q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
@@ -289,13 +317,6 @@ def attention_backward_hopper_kernel(
         [1, 1, 1],
         [24, 24, 24],
     )  # fmt: skip
-
-
-def tiles_apart(layout: PackedSequences, kv_heads: int, multiprocessors: int) -> float:
-    """`APART` times the programs of one sequence and KV head that run at a time; 0 below two, which
-    do not wait for each other."""
-    resident = multiprocessors / (len(layout.query_lens) * kv_heads)
-    return APART * resident if resident >= 2 else 0.0
 
 
 def attention_hopper_bwd(
@@ -320,10 +341,16 @@ def attention_hopper_bwd(
     statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
     chains, chain_desc = empty_chains(layout, heads, dim, device)
     q_desc, do_desc = (head_descriptor(x, QUERIES.value, 1, dim) for x in (q, do))
-    apart = tiles_apart(layout, kv_heads, sm_count(device))
-    programs = layout.key_programs(device, KEYS.value, kv_heads, apart)
-    attention_backward_hopper_kernel[(len(programs),)](
-        k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, chain_desc, programs,
+    programs = backward_programs(
+        layout, device, kv_heads, heads // kv_heads, sm_count(device), window
+    )
+    entries, sums, handed = programs.entries, chains, counters
+    if programs.places:
+        sums = torch.empty(programs.places, 2, KEYS.value * dim, dtype=torch.float32, device=device)
+        handed = torch.zeros(programs.places, dtype=torch.int32, device=device)
+    attention_backward_hopper_kernel[(len(entries),)](
+        k, v, dq, dk, dv, sums, handed, chains, statistics, counters, q_desc, do_desc, chain_desc,
+        entries,
         first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
         scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
         *dv.stride()[:2], GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim,

@@ -1,8 +1,8 @@
 """The copying warps of `hopper/backward.py`: a program's steps, and what goes in and out at each.
 
-A program owns `KEYS` keys of one KV head. Its steps are the tiles of `QUERIES` queries that see
-them, one head of the group after another. One warp copies each step's queries in, through a ring of
-`STAGES` slots. Two warps carry the chains of dq through memory.
+A program owns `KEYS` keys of one KV head (`backward_programs`). Its steps are the tiles of
+`QUERIES` queries that see them, one query head after another. One warp copies each step's queries
+in, through a ring of `STAGES` slots. Two warps carry the chains of dq through memory.
 
 dq of a tile of queries is one chain of matrix steps over keys, upward. Each program loads the fp32
 sums of the keys before its own, continues them, and stores them for the next keys. A counter per
@@ -21,11 +21,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from rl_consistency.kernels.attention.hopper.backward_programs import NUMBERS
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_bytes
 from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
 
+ENTRY = gl.constexpr(NUMBERS)
 KEYS = gl.constexpr(FIVE_PRODUCTS.keys)
 QUERIES = gl.constexpr(FIVE_PRODUCTS.rows)
 STAGES = gl.constexpr(FIVE_PRODUCTS.stages)
@@ -36,26 +38,30 @@ ROW = gl.constexpr(256)
 
 @gluon.jit
 def walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
-    """(KV head, first key, its sequence's first row, its sequence's keys, number of the sequence's
-    first tile of queries for the group's first head, tiles of queries per head) of a program."""
+    """(KV head, first query head, query heads, first key, its sequence's first row, its sequence's
+    keys, number of the sequence's first tile of queries for the first query head, tiles of queries
+    per head) of a program."""
     programs, first_tiles, query_start, query_len, window, num_tiles = place
-    entry = programs + 3 * gl.program_id(0)
+    entry = programs + ENTRY * gl.program_id(0)
     sequence = gl.load(entry)
     first_key = gl.load(entry + 1)
     kv_head = gl.load(entry + 2)
+    first_head = kv_head * GROUP + gl.load(entry + 3)
+    heads = gl.load(entry + 4)
     limit = gl.load(query_len + sequence)
-    first_tile = kv_head * GROUP * num_tiles + gl.load(first_tiles + sequence)
+    first_tile = first_head * num_tiles + gl.load(first_tiles + sequence)
     high = limit
     if WINDOWED:
         high = gl.minimum(limit, first_key + KEYS - 1 + window)
     per_head = gl.cdiv(high - first_key, QUERIES)
-    return kv_head, first_key, gl.load(query_start + sequence), limit, first_tile, per_head
+    start_row = gl.load(query_start + sequence)
+    return kv_head, first_head, heads, first_key, start_row, limit, first_tile, per_head
 
 
 @gluon.jit
 def step_at(step, first_key, first_tile, per_head, num_tiles):
-    """(head of the group, first query minus first key, tile, slot and round of the ring) of a step.
-    Steps go over the group's heads upward, then over queries upward."""
+    """(head of the program, first query minus first key, tile, slot and round of the ring) of a
+    step. Steps go over the heads upward, then over queries upward."""
     head = step // per_head
     ahead = step % per_head * QUERIES
     tile = first_tile + head * num_tiles + (first_key + ahead) // QUERIES
@@ -78,14 +84,16 @@ def copy_queries(
 ):  # fmt: skip
     """One warp: fill the ring with q, do and the two statistics of each step's queries."""
     lane = gl.arange(0, QUERIES, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    kv_head, first_key, start_row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    _kv_head, first_head, heads, first_key, start_row, _limit, first_tile, per_head = walk(
+        place, GROUP, WINDOWED
+    )
     num_tiles = place[5]
-    for step in range(GROUP * per_head):
+    for step in range(heads * per_head):
         head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         statistics = STATISTICS + tile.to(gl.int64) * (2 * QUERIES) + lane
         lse = gl.load(statistics)
         delta = gl.load(statistics + QUERIES)
-        at = [start_row + first_key + ahead, kv_head * GROUP + head, 0]
+        at = [start_row + first_key + ahead, first_head + head, 0]
         q_buf = q_bufs.index(slot).reshape([QUERIES, 1, DIM])
         do_buf = do_bufs.index(slot).reshape([QUERIES, 1, DIM])
         mbarrier.wait(done.index(slot), turn ^ 1)
@@ -121,8 +129,8 @@ def chain_layout(dim):
 
 
 @gluon.jit
-def _until(counter, count):
-    """Wait until a counter reaches `count`; copies then see what was written before it counted."""
+def until(counter, number):
+    """Wait until a counter reaches `number`; copies then see what was written before it counted."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred short;
@@ -132,8 +140,15 @@ def _until(counter, count):
         @short bra again;
         fence.proxy.async.global;
         }""",
-        "=&r,l,r", [counter, count], dtype=gl.int32, is_pure=False, pack=1,
+        "=&r,l,r", [counter, number], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def count(counter):
+    """Add 1 to a counter, after all that the threads of this group have written."""
+    thread_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -157,12 +172,14 @@ def fetch_chains(
 ):  # fmt: skip
     """One warp: at each step, wait for the earlier keys' sums of dq and copy them in."""
     SIZE: gl.constexpr = QUERIES * DIM
-    _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    _kv_head, _first, heads, first_key, _row, _limit, first_tile, per_head = walk(
+        place, GROUP, WINDOWED
+    )
     window, num_tiles = place[4], place[5]
-    for step in range(GROUP * per_head):
+    for step in range(heads * per_head):
         _head, ahead, tile, _slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         before = tiles_before(first_key, ahead, window, WINDOWED)
-        _until(counters + tile, before)
+        until(counters + tile, before)
         if before > 0:
             _prefetch(CHAINS + tile.to(gl.int64) * SIZE, before * 0 + SIZE * 4)
         # The step before must have sent its sums: it used the same buffer and barrier.
@@ -182,9 +199,11 @@ def leave_chains(
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the sums of dq of each step to memory, and count them."""
-    _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    _kv_head, _first, heads, first_key, _row, _limit, first_tile, per_head = walk(
+        place, GROUP, WINDOWED
+    )
     num_tiles = place[5]
-    for step in range(GROUP * per_head):
+    for step in range(heads * per_head):
         _head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         mbarrier.wait(gone.index(slot), turn)
         # The last keys have rounded dq, which no program continues.
@@ -199,7 +218,6 @@ def leave_chains(
                 "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;", "=r,r",
                 [step], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-            thread_barrier()
-            gl.atomic_add(counters + tile, 1, sem="release", scope="gpu")
+            count(counters + tile)
         else:
             mbarrier.arrive(free, count=1)

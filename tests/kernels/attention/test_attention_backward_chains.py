@@ -1,5 +1,6 @@
-"""How chains of dq go from tile of keys to tile of keys: the programs of a launch, walked as on the
-device, a bounded number at a time and started in the order of their ids."""
+"""How chains of dq go from tile of keys to tile of keys, and sums of dk and dv from head to head:
+the programs of a launch, walked as on the device, a bounded number at a time and started in the
+order of their ids."""
 
 import random
 from collections import defaultdict
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.hopper import backward_copies as copies
-from rl_consistency.kernels.attention.hopper.backward import tiles_apart
+from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
 from rl_consistency.kernels.attention.layout import PackedSequences
 
 KEYS, QUERIES = copies.KEYS.value, copies.QUERIES.value
@@ -43,7 +44,7 @@ def on_the_host(monkeypatch):
         cdiv=lambda a, b: -(-a // b),
     )
     monkeypatch.setattr(copies, "gl", language)
-    for name in ("KEYS", "QUERIES", "STAGES"):
+    for name in ("ENTRY", "KEYS", "QUERIES", "STAGES"):
         monkeypatch.setattr(copies, name, getattr(copies, name).value)
 
 
@@ -54,14 +55,20 @@ def steps_of(program, layout, group, window, before=copies.tiles_before.fn):
     sizes = (Pointer(list(layout.query_starts)), Pointer(list(layout.query_lens)))
     first = Pointer(first_tiles.tolist())
     place = (Pointer(program), first, *sizes, window or 0, len(query_tiles))
-    _head, first_key, _row, _limit, first_tile, per_head = copies.walk.fn(
+    _kv_head, _first, heads, first_key, _row, _limit, first_tile, per_head = copies.walk.fn(
         place, group, window is not None
     )
-    for step in range(group * per_head):
+    for step in range(heads * per_head):
         _head, ahead, tile, _slot, _turn = copies.step_at.fn(
             step, first_key, first_tile, per_head, len(query_tiles)
         )
         yield tile, before(first_key, ahead, window or 0, window is not None), ahead < KEYS
+
+
+def listed(layout, kv_heads, group, multiprocessors=MULTIPROCESSORS, split=False):
+    """The entries of a launch, in the order of their ids."""
+    found = backward_programs(layout, CPU, kv_heads, group, multiprocessors, None, split)
+    return found.entries.tolist()
 
 
 def hand_over(programs, steps, resident, choice):
@@ -74,12 +81,13 @@ def hand_over(programs, steps, resident, choice):
         choice: picks which of the waiting or running ones is looked at next.
 
     Returns:
-        tile of queries and head -> [(first key, tiles left before it, whether it rounds)].
+        (tile of queries and head -> [(first key, tiles left before it, whether it rounds)],
+        place -> [heads of the group, in the order in which they were added to dk and dv]).
 
     Raises:
         RuntimeError: all that run wait.
     """
-    counters, chains = defaultdict(int), defaultdict(list)
+    counters, chains, added = defaultdict(int), defaultdict(list), defaultdict(list)
     waiting, running = list(programs), []
     while waiting or running:
         while waiting and len(running) < resident:
@@ -87,7 +95,8 @@ def hand_over(programs, steps, resident, choice):
             running.append([program, list(steps(program))])
         for one in choice.sample(running, len(running)):
             program, left = one
-            if left and counters[left[0][0]] < left[0][1]:
+            _sequence, _key, _kv_head, head, heads, place = program
+            if len(added[place]) < head or (left and counters[left[0][0]] < left[0][1]):
                 continue
             if left:
                 tile, _before, last = left.pop(0)
@@ -95,10 +104,11 @@ def hand_over(programs, steps, resident, choice):
                 counters[tile] += not last
             if not left:
                 running.remove(one)
+                added[place] += range(head, head + heads)
             break
         else:
             raise RuntimeError(f"{len(running)} programs wait for ever")
-    return chains
+    return chains, added
 
 
 def seen(layout, heads, window):
@@ -126,8 +136,8 @@ def cases(count):
         layout = PackedSequences.of([sum(lens[:i]) + sum(gaps[:i]) for i in range(5)], lens)
         kv_heads, group = choice.choice((1, 2, 3)), choice.choice((1, 2, 4))
         window = choice.choice((None, 1, 63, 64, 65, 128, choice.randrange(1, 900)))
-        apart = tiles_apart(layout, kv_heads, choice.choice((1, 30, MULTIPROCESSORS)))
-        programs = layout.key_programs(CPU, KEYS, kv_heads, apart).tolist()
+        multiprocessors, split = choice.choice((1, 30, MULTIPROCESSORS)), choice.random() < 0.6
+        programs = listed(layout, kv_heads, group, multiprocessors, split)
         resident = choice.choice((1, 2, 5, MULTIPROCESSORS))
         yield layout, kv_heads, group, window, programs, resident, choice
 
@@ -148,8 +158,10 @@ def test_every_chain_is_continued_upward_and_nobody_waits_for_a_program_that_has
         steps = partial(steps_of, layout=layout, group=group, window=window)
         # One alone: whatever it waited for that has not ended would be waited for in vain.
         for most in (1, resident):
-            chains = hand_over(programs, steps, most, choice)
+            chains, added = hand_over(programs, steps, most, choice)
             assert continued_upward(chains, expected)
+            assert len(added) == sum(-(-n // KEYS) for n in layout.query_lens) * kv_heads
+            assert all(heads == list(range(group)) for heads in added.values())
         longest = max(longest, *map(len, expected.values()))
     assert longest > 4
 
@@ -157,16 +169,30 @@ def test_every_chain_is_continued_upward_and_nobody_waits_for_a_program_that_has
 def test_two_tiles_of_a_sequence_and_head_in_each_others_place_wait_for_ever():
     for layout, _heads, group, _window, programs, _resident, choice in cases(20):
         steps = partial(steps_of, layout=layout, group=group, window=None)
-        own = [i for i, (sequence, _key, head) in enumerate(programs) if (sequence, head) == (4, 0)]
+        own = [i for i, (s, _key, *heads) in enumerate(programs) if (s, *heads[:2]) == (4, 0, 0)]
         first, second = sorted(choice.sample(own, 2))
         programs[first], programs[second] = programs[second], programs[first]
         with pytest.raises(RuntimeError, match="wait for ever"):
             hand_over(programs, steps, 1, choice)
 
 
+def test_two_heads_of_the_same_keys_in_each_others_place_wait_for_ever():
+    for seed in range(20):
+        choice = random.Random(seed)
+        layout = PackedSequences.of([0], [choice.randrange(129, 900)])
+        programs = listed(layout, 1, 4, split=True)
+        place = choice.choice(programs)[5]
+        own = [i for i, entry in enumerate(programs) if entry[5] == place]
+        first, second = sorted(choice.sample(own, 2))
+        programs[first], programs[second] = programs[second], programs[first]
+        steps = partial(steps_of, layout=layout, group=4, window=None)
+        with pytest.raises(RuntimeError, match="wait for ever"):
+            hand_over(programs, steps, 1, choice)
+
+
 def test_counts_that_forget_the_window_wait_for_ever():
     layout = PackedSequences.of([0], [600])
-    programs = layout.key_programs(CPU, KEYS, 1, 0.0).tolist()
+    programs = listed(layout, 1, 1)
 
     def steps(program):
         return steps_of(program, layout, 1, 64, before=lambda first, ahead, w, on: first // KEYS)
@@ -177,12 +203,12 @@ def test_counts_that_forget_the_window_wait_for_ever():
 
 def test_programs_that_do_not_wait_break_the_order():
     layout = PackedSequences.of([0], [900])
-    programs = layout.key_programs(CPU, KEYS, 1, 0.0).tolist()
+    programs = listed(layout, 1, 1)
 
     def steps(program):
         return steps_of(program, layout, 1, None, before=lambda *place: 0)
 
-    chains = hand_over(programs, steps, MULTIPROCESSORS, random.Random(0))
+    chains, _ = hand_over(programs, steps, MULTIPROCESSORS, random.Random(0))
     assert not continued_upward(chains, seen(layout, 1, None))
-    alone = hand_over(programs, steps, 1, random.Random(0))
+    alone, _ = hand_over(programs, steps, 1, random.Random(0))
     assert continued_upward(alone, seen(layout, 1, None))

@@ -4,7 +4,6 @@ Its bytes are compared in tests/gpu."""
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper.backward import APART, tiles_apart
 from rl_consistency.kernels.attention.hopper.backward_copies import (
     QUERIES,
     ROW,
@@ -30,12 +29,6 @@ def test_a_box_of_the_chains_is_a_tile_and_all_tiles_fit(dim, lens):
     assert descriptor.block_shape == [rows, ROW.value] and chains.is_contiguous()
     assert list(chains.shape) == descriptor.shape and len(chains) % rows == 0
     assert chains.numel() * 4 == (chain_bytes(layout, 2, dim) or 4 * QUERIES.value * dim)
-
-
-def test_only_programs_that_wait_for_one_another_are_set_apart():
-    two = PackedSequences.of([0, 2048], [2048, 2048])
-    assert tiles_apart(two, 8, 132) == APART * 132 / 16
-    assert tiles_apart(two, 40, 132) == 0.0
 
 
 @pytest.mark.parametrize("dim", [64, 128])

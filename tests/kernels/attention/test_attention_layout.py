@@ -139,32 +139,6 @@ def test_key_tiles_that_most_queries_see_come_first():
     assert tiles.tolist() == [[0, 0], [0, 128], [2, 0], [0, 256], [2, 128]]
 
 
-def test_key_programs_of_a_sequence_and_head_come_upward_however_far_apart():
-    """The backward pass of sm_90 waits for the earlier ones: it waits for lower ids only."""
-    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
-    for trial in range(50):
-        apart = (0.0, 0.3, 1.25, 20.6)[trial % 4]
-        lens = [*torch.randint(0, 1000, (7,), generator=generator).tolist(), 0, 1, 128, 129]
-        layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
-        programs = layout.key_programs(cpu, 128, 3, apart).tolist()
-        for i, length in enumerate(lens):
-            for head in range(3):
-                firsts = [first for s, first, h in programs if (s, h) == (i, head)]
-                assert firsts == list(range(0, length, 128))
-        if not apart:
-            tiles = layout.key_tiles(cpu, 128).tolist()
-            assert programs == [[*tile, head] for tile in tiles for head in range(3)]
-
-
-def test_key_programs_are_kept_by_all_that_they_depend_on():
-    cpu, starts, lens = torch.device("cpu"), [0, 512], [512, 300]
-    layout = PackedSequences.of(starts, lens)
-    for asked in ((64, 2, 1.0), (128, 2, 0.5), (128, 2, 0.501), (128, 1, 0.5)):
-        found = layout.key_programs(cpu, *asked)
-        assert torch.equal(found, PackedSequences.of(starts, lens).key_programs(cpu, *asked))
-        assert layout.key_programs(cpu, *asked) is found
-
-
 def test_sequences_whose_keys_are_all_new_are_told_from_those_with_a_past():
     layout = paged(context_lens=[3, 4])
     packed, rest = layout.by_past()

@@ -13,6 +13,7 @@ from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.hopper import backward_programs
 from rl_consistency.kernels.attention.layout import (
     PackedSequences,
     SequenceTables,
@@ -122,6 +123,12 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
 
 
+@pytest.fixture(params=[False, True], ids=["all heads", "one head"])
+def programs(request, monkeypatch):
+    """For which heads the programs of the backward pass are."""
+    monkeypatch.setattr(backward_programs, "_splitting_pays", lambda *_: request.param)
+
+
 def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
     """Keys that wait for one another against two kernels that wait for nothing."""
     starts = [sum(lengths[:i]) + 16 * i for i in range(len(lengths))]
@@ -139,7 +146,7 @@ def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
 @pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
-def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads):
+def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads, programs):
     """Every length around the borders of a tile, so short that most programs are the first and the
     last."""
     assert_five_products_give_the_bytes_of_two_kernels(
@@ -165,12 +172,12 @@ def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, k
     ],
     ids=str,
 )
-def test_long_chains_of_dq_handed_on_give_the_same_bytes(case, lengths):
+def test_long_chains_of_dq_handed_on_give_the_same_bytes(case, lengths, programs):
     """More programs of a sequence than run at a time, and groups of one to eight heads."""
     assert_five_products_give_the_bytes_of_two_kernels(case, lengths)
 
 
-def test_a_captured_backward_pass_gives_the_eager_bytes():
+def test_a_captured_backward_pass_gives_the_eager_bytes(programs):
     """Counters start from zero at every replay."""
     q, k, v, do, layout = packed(MAIN, [0, 3])
     o, lse = attention_fwd(q, k, v, layout, *MAIN.options.values())
