@@ -181,7 +181,7 @@ def attention_fwd(
         factor=scale * schedules.LOG2E,
     )
     if schedule.specialized:
-        attention_hopper_fwd(call, longest)
+        attention_hopper_fwd(call, layout, window)
         return out, lse
     grid, dim = call.grid, call.dim
     places = schedule.resident * sm_count(device)

@@ -21,7 +21,9 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
     STAGES,
     produce,
 )
+from rl_consistency.kernels.attention.hopper.forward_tiles import Deal
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, barriers, head_descriptor
+from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.attention.schedules import PER_CALL
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
@@ -48,14 +50,13 @@ def room_for(parts: int) -> int:
 def attention_hopper_kernel(
     Q, V, OUT, LSE, q_desc, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len,
     window, factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, HEAD_DIM] and lse [T, H] of the program's tiles, 128 rows of one KV head each.
 
     Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
-    Grid: one program per tile and KV head, or fewer that walk over them (`tile_index`). Each
+    Grid: one program per entry of `tiles`, or fewer that have several (`forward_tiles`). Each
     consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
     """
     dtype: gl.constexpr = k_desc.dtype
@@ -91,28 +92,31 @@ def attention_hopper_kernel(
     ring = (k_bufs, v_bufs, k_full, v_full, k_empty, v_empty)
     place = (tiles, num_tiles, query_start, query_len, context_len, window)
     fence_async_shared()
+    # Registers of a thread: what the larger need of either side leaves least in memory.
+    consumer: gl.constexpr = 232 if DIM > 128 or WINDOWED else 224
+    producer: gl.constexpr = 40 if DIM > 128 or WINDOWED else 56
     gl.warp_specialize(
         [
             (consume, (
                 OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
+                stride_oh, stride_lse, UPPER, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (consume, (
                 OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
+                stride_oh, stride_lse, LOWER, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (produce, (
                 Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt,
-                stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
+                stride_qh, stride_vt, stride_vh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
         ],
         [4, 4],
-        [232, 40],
+        [consumer, producer],
     )  # fmt: skip
 
 
-def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
-    """Fill o and lse for tiles of 128 rows; `longest` is the longest context."""
+def attention_hopper_fwd(call: ForwardCall, layout: AttentionLayout, window: int | None) -> None:
+    """Fill o and lse for tiles of 128 rows."""
     q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
     dim = 96 if 64 < call.head_dim <= 96 else call.dim
     k_width = NARROW if dim == 96 else dim
@@ -122,12 +126,13 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
     if CONSUMER_ROWS.value % call.group == 0:
         queries = head_descriptor(q, CONSUMER_ROWS.value // call.group, call.group, k_width)
     programs = call.grid
-    if longest <= SHORT_KEYS:
+    if layout.longest_context <= SHORT_KEYS:
         # A program loads the next of several short tiles while it stores the last one.
         programs = min(programs, sm_count(q.device))
+    deal = Deal(layout, call.group, call.kv_heads, call.keys, window, programs)
     attention_hopper_kernel[(programs,)](
-        q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,
-        call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim,
-        WINDOWED=call.windowed, num_warps=4, maxnreg=168, **OPTIONS,
+        q, v, out, lse, queries, keys, values, deal.on(q.device), call.grid, *call.numbers,
+        call.reach, call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
+        GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim, WINDOWED=call.windowed, num_warps=4,
+        maxnreg=168, **OPTIONS,
     )  # fmt: skip

@@ -23,9 +23,8 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
     CONSUMER_ROWS,
     STAGES,
     count_tiles,
+    entry_of,
     extent,
-    listed,
-    tile_index,
 )
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
@@ -118,7 +117,7 @@ def _consume_block(
     k_bufs, v_bufs, _k_full, v_full, k_empty, v_empty = ring
     dtype: gl.constexpr = v_bufs.dtype
     keys: gl.constexpr = k_bufs.shape[1]
-    parts: gl.constexpr = DIM // v_bufs.shape[2]
+    parts: gl.constexpr = len(acc)
     lane_layout: gl.constexpr = lanes.type.layout
     slot = done % STAGES
     if MASKED:
@@ -175,7 +174,7 @@ def _consume_block(
 @gluon.jit
 def consume(
     OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot, stride_oh,
-    stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    stride_lse, WHICH: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One consumer, of rows 64 * WHICH .. of each tile: a turn for the first scores, then one for
@@ -183,7 +182,7 @@ def consume(
     k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     keys: gl.constexpr = k_bufs.shape[1]
     width: gl.constexpr = v_bufs.shape[2]
-    parts: gl.constexpr = DIM // width
+    parts: gl.constexpr = (HEAD_DIM + width - 1) // width
     score_parts: gl.constexpr = DIM // k_bufs.shape[2]
     tiles_held: gl.constexpr = q_full.shape[0] // 2
     q_apart: gl.constexpr = q_bufs.shape[0] // q_full.shape[0]
@@ -193,15 +192,15 @@ def consume(
     window = place[5]
     done = gl.to_tensor(0)
     tiles_here = count_tiles(place[1])
-    kv_head, sequence, first_row = listed(tile_index(done), place, KV_HEADS)
+    entry = entry_of(done, place)
+    sequence, first_row, kv_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     start_row, q_len, limit, low, tile_count = extent(
         sequence, first_row, place, keys, GROUP, WINDOWED
     )
     for turn in range(tiles_here):
         # Read a tile ahead, for what is read with it while this tile's results are written.
-        next_head, sequence, next_first = listed(
-            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS
-        )
+        entry = entry_of(gl.minimum(turn + 1, tiles_here - 1), place)
+        sequence, next_first = gl.load(entry), gl.load(entry + 1)
         past = limit - q_len
         first = first_row + WHICH * CONSUMER_ROWS
         own = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S))
@@ -253,6 +252,7 @@ def consume(
         thread_barrier()
         mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
+        next_head = gl.load(entry_of(gl.minimum(turn + 1, tiles_here - 1), place) + 2)
         next_start, next_len, next_limit, next_low, next_count = extent(
             sequence, next_first, place, keys, GROUP, WINDOWED
         )

@@ -23,37 +23,14 @@ STAGES = gl.constexpr(2)
 @gluon.jit
 def count_tiles(num_tiles):
     """How many tiles this program has."""
-    rounds = num_tiles // gl.num_programs(0)
-    return rounds + (tile_index(rounds) < num_tiles).to(gl.int32)
+    return gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def tile_index(turn):
-    """This program's turn-th tile.
-
-    Tiles lie longest first and are dealt to programs in rounds, backward if the round's number has
-    an odd count of one bits: no program gets the longest tile of every round.
-    """
-    ones = turn ^ (turn >> 8)
-    ones = ones ^ (ones >> 4)
-    ones = ones ^ (ones >> 2)
-    ones = ones ^ (ones >> 1)
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    return turn * programs + gl.where(ones % 2 == 1, programs - 1 - place, place)
-
-
-@gluon.jit
-def listed(index, place, KV_HEADS: gl.constexpr):
-    """(KV head, sequence, first row) of the index-th tile.
-
-    All tiles of one head come before the next head's: the programs share the keys and values of few
-    heads at a time, and find them in the L2 cache.
-    """
-    tiles, num_tiles, _query_start, _query_len, _context_len, _window = place
-    of_head = num_tiles // KV_HEADS
-    at = tiles + 2 * (index % of_head)
-    return index // of_head, gl.load(at), gl.load(at + 1)
+def entry_of(turn, place):
+    """Where (sequence, first row, KV head) of this program's turn-th tile are; see
+    `forward_tiles`."""
+    return place[0] + 3 * (turn * gl.num_programs(0) + gl.program_id(0))
 
 
 @gluon.jit
@@ -99,7 +76,7 @@ def _load_queries(
                     q_bufs.index((first + which) * apart + part).reshape([tokens, GROUP, width]),
                 )  # fmt: skip
     else:
-        base = Q + start_row.to(gl.int64) * stride_qt + kv_head * GROUP * stride_qh
+        base = Q + start_row.to(gl.int64) * stride_qt + kv_head.to(gl.int64) * GROUP * stride_qh
         # Not unrolled: the addresses of all rows at once would not fit the registers.
         for which in range(2):
             for part in gl.static_range(DIM // width):
@@ -140,7 +117,7 @@ def _load_rows(
 @gluon.jit
 def produce(
     Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
-    stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    stride_vt, stride_vh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's tiles one after another."""
@@ -150,18 +127,20 @@ def produce(
     v_width: gl.constexpr = v_bufs.shape[2]
     k_apart: gl.constexpr = k_bufs.shape[0] // STAGES
     v_apart: gl.constexpr = v_bufs.shape[0] // STAGES
+    # Parts that hold only zeros are left out.
+    v_parts: gl.constexpr = (HEAD_DIM + v_width - 1) // v_width
     done = gl.to_tensor(0)
     tiles_here = count_tiles(place[1])
-    kv_head, sequence, first_row = listed(tile_index(done), place, KV_HEADS)
+    entry = entry_of(done, place)
+    sequence, first_row, kv_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     start_row, q_len, limit, low, count = extent(sequence, first_row, place, keys, GROUP, WINDOWED)
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
         stride_qh, GROUP, HEAD_DIM, DIM,
     )  # fmt: skip
     for turn in range(tiles_here):
-        next_head, sequence, next_first = listed(
-            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS
-        )
+        entry = entry_of(gl.minimum(turn + 1, tiles_here - 1), place)
+        sequence, next_first, next_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         next_start, next_len, next_limit, next_low, next_count = extent(
             sequence, next_first, place, keys, GROUP, WINDOWED
         )
@@ -178,16 +157,20 @@ def produce(
                 )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             if start + keys <= limit:
-                mbarrier.expect(v_full.index(slot), keys * DIM * 2)
-                for part in gl.static_range(DIM // v_width):
+                mbarrier.expect(v_full.index(slot), keys * v_parts * v_width * 2)
+                for part in gl.static_range(v_parts):
                     tma.async_copy_global_to_shared(
                         v_desc, [start_row + start, kv_head, part * v_width], v_full.index(slot),
                         v_bufs.index(slot * v_apart + part).reshape([keys, 1, v_width]),
                     )  # fmt: skip
             else:
                 # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
-                base = V + (start_row + start).to(gl.int64) * stride_vt + kv_head * stride_vh
-                for part in gl.static_range(DIM // v_width):
+                base = (
+                    V
+                    + (start_row + start).to(gl.int64) * stride_vt
+                    + kv_head.to(gl.int64) * stride_vh
+                )
+                for part in gl.static_range(v_parts):
                     _load_rows(
                         base, v_bufs.index(slot * v_apart + part), part * v_width, 0, limit - start,
                         stride_vt, stride_vh, 1, HEAD_DIM,
