@@ -1,6 +1,6 @@
 """The backward pass on sm_90 in five products: one kernel with specialised warps.
 
-A program owns 128 keys of one KV head, for all query heads of the group or for one. It continues
+A program owns 128 keys of one KV head, for all query heads of the group or for some. It continues
 the chains of dq that earlier keys have left in memory (`backward_copies`), and the sums of dk and
 dv that earlier heads have. The bits are those of the two kernels of `backward_triton`; scores are
 computed once.
@@ -194,7 +194,7 @@ def _consume(
     entry = place[0] + ENTRY * gl.program_id(0)
     before = first_head - kv_head * GROUP
     if before > 0:
-        until(handed + gl.load(entry + 5), before // heads)
+        until(handed + gl.load(entry + 5), gl.cdiv(before, heads))
         dk = gl.load(_sums_of(SUMS, entry, 0, dk))
         dv = gl.load(_sums_of(SUMS, entry, 1, dv))
     steps = heads * per_head

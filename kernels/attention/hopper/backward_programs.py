@@ -1,6 +1,6 @@
 """Which programs the backward pass of `hopper/backward.py` has, and in which order they start.
 
-A program owns `KEYS` keys of one KV head, for all of the group's query heads or for one. Programs
+A program owns `KEYS` keys of one KV head, for all of the group's query heads or for some. Programs
 for the same keys continue each other's sums of dk and dv, head after head; programs for the same
 head continue each other's chains of dq, keys after keys. So a program waits for others, which must
 run already: the order puts them before it. No bit depends on the cut or the order.
@@ -9,6 +9,7 @@ run already: the order puts them before it. No bit depends on the cut or the ord
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,14 +22,17 @@ KEYS, QUERIES = FIVE_PRODUCTS.keys, FIVE_PRODUCTS.rows
 APART = 1.25
 """How far apart sequences and KV heads lie in the order of programs for all heads, as a multiple of
 the programs of one that run at a time. Measured (ADR 7)."""
-WAVE = 8
-"""Steps by which a tile of keys starts after the one before, in that case: a tile begins at later
-queries, and its program should not wait for them. By a model of the waits."""
-HANDOVER = 1.5
-"""Steps that it takes to hand sums of dk and dv over."""
-IDLE = 0.6
-"""The part of one round of programs for all heads that is spent waiting: each tile of keys keeps
-the pace of the first in every head, and ends with it. By the same model (docs/log.md)."""
+WAVE = 4
+"""Steps per head of a program by which a tile of keys starts after the one before, in the order of
+programs for a part of the group: a tile begins at later queries, and its program should not wait
+for them."""
+HANDOVER = 5
+"""Steps that a program for a part of the group costs beside its own: among them to hand sums of dk
+and dv over. A program for all heads costs `ALONE`. Fitted to 27 shapes (docs/log.md)."""
+ALONE = 2
+IDLE = 0.5
+"""The part of one round of programs that is spent waiting: each tile of keys keeps the pace of the
+first in every head, and ends with it. Fitted likewise."""
 NUMBERS = 6
 """Numbers in a program's entry: sequence, first key, KV head, first head of the group, heads, place
 of its sums."""
@@ -41,8 +45,8 @@ class Programs:
     entries: Tensor
     """[programs, 6] int32 on a device, in the order of their ids; see `NUMBERS`."""
     places: int
-    """Tiles of keys and KV heads whose sums pass through memory; 0 where none do. Splitting pays up
-    to about twelve rounds of programs: 200 MiB at 132 multiprocessors and heads of 128."""
+    """Tiles of keys and KV heads whose sums pass through memory; 0 where none do. The sums are at
+    most 2 / group of the chains' size."""
 
 
 def backward_programs(
@@ -52,31 +56,38 @@ def backward_programs(
     group: int,
     multiprocessors: int,
     window: int | None,
-    split: bool | None = None,
+    heads: int | None = None,
 ) -> Programs:
-    """The programs of a call, made once for a layout. Tests give `split`: whether each query head
-    has programs of its own."""
-    if split is None:
-        asked = (kv_heads, group, multiprocessors, window)
-        split = layout.kept(("splitting", *asked), lambda: _splitting_pays(layout, *asked))
+    """The programs of a call, made once for a layout. Tests give `heads`: the most query heads that
+    a program takes."""
+    asked = (kv_heads, group, multiprocessors, window)
+    if heads is None:
+        heads = layout.kept(("heads", *asked), lambda: _heads_of_a_program(layout, *asked))
     return layout.kept(
-        ("backward_programs", device, kv_heads, group, multiprocessors, split),
-        lambda: _listed(layout, device, kv_heads, group, multiprocessors, split),
+        ("backward_programs", device, kv_heads, group, multiprocessors, heads),
+        lambda: _listed(layout, device, kv_heads, group, multiprocessors, heads),
     )
 
 
-def _splitting_pays(
+def _heads_of_a_program(
     layout: PackedSequences, kv_heads: int, group: int, multiprocessors: int, window: int | None
-) -> bool:
-    """Whether handing sums over should cost less than waiting."""
-    if group == 1 or (window is not None and window < layout.most_queries):
-        return False  # with a window tiles have about equally many steps: nobody waits long
+) -> int:
+    """The most query heads of a program: where few programs share the device, parts of the group
+    wait less for one another than they cost."""
+    if window is not None and window < layout.most_queries:
+        return group  # tiles have about equally many steps: nobody waits long
     tiles = sum(cdiv(n, KEYS) for n in layout.query_lens)
-    if tiles * kv_heads <= multiprocessors:
-        return False  # all run at once, and the first tile takes all heads in any case
-    steps = sum(cdiv(n - i, QUERIES) for n in layout.query_lens for i in range(0, n, KEYS)) / tiles
     rounds = tiles * kv_heads / multiprocessors
-    return 0.95 * steps / (steps + HANDOVER) > 1 - IDLE / rounds
+    if rounds <= 1:
+        return group  # all run at once, and the first tile takes all heads in any case
+    steps = sum(cdiv(n - i, QUERIES) for n in layout.query_lens for i in range(0, n, KEYS)) / tiles
+
+    def cost(heads: int) -> float:
+        parts = cdiv(group, heads)
+        waits = 1 + IDLE / (rounds * parts)
+        return group * steps * waits + parts * (HANDOVER if parts > 1 else ALONE)
+
+    return min((cdiv(group, parts) for parts in range(1, group + 1)), key=cost)
 
 
 def _listed(
@@ -85,7 +96,7 @@ def _listed(
     kv_heads: int,
     group: int,
     multiprocessors: int,
-    split: bool,
+    heads: int,
 ) -> Programs:
     tiles = [
         (sequence, first_key, kv_head)
@@ -96,15 +107,20 @@ def _listed(
     sequence, first_key, kv_head = torch.tensor(tiles, dtype=torch.int64).view(-1, 3).unbind(1)
     queries = torch.tensor(list(layout.query_lens), dtype=torch.int64)[sequence] - first_key
     place = torch.arange(len(tiles))
-    if split:
-        # When a head's first tile starts, and how long after it another: both in steps.
-        steps = (queries + QUERIES - 1) // QUERIES + HANDOVER
-        longest = cdiv(layout.most_queries, QUERIES) + HANDOVER
-        pace = max(longest, float(steps.sum()) / multiprocessors)
-        head = torch.arange(group).repeat_interleave(len(tiles))
-        start = head * pace + (first_key // KEYS * WAVE).repeat(group)
-        columns = [x.repeat(group) for x in (sequence, first_key, kv_head)]
-        columns += [head, torch.ones_like(head), place.repeat(group)]
+    count = cdiv(group, heads)
+    if count > 1:
+        # Smaller parts come first: so first / size, rounded up, is the number of parts before one.
+        sizes = [(group + i) // count for i in range(count)]
+        # When a part's first tile starts, and how long after it another: both in steps.
+        begin, starts, parts = 0.0, [], []
+        for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            starts.append(begin + first_key // KEYS * (WAVE * size))
+            own = (torch.full_like(place, first), torch.full_like(place, size))
+            parts.append(torch.stack([sequence, first_key, kv_head, *own, place], dim=1))
+            steps = (queries + QUERIES - 1) // QUERIES * size + HANDOVER
+            longest = cdiv(layout.most_queries, QUERIES) * size + HANDOVER
+            begin += max(longest, float(steps.sum()) / multiprocessors)
+        start, entries = torch.cat(starts), torch.cat(parts)
     else:
         # Tiles of one sequence and head would end together if they ran side by side. So sequences
         # and heads lie apart: they end at different times, and their next tiles start one by one.
@@ -112,8 +128,8 @@ def _listed(
         resident = multiprocessors / pairs
         apart = APART * resident if resident >= 2 else 0.0
         start = (sequence * kv_heads + kv_head).double() / pairs * KEYS * apart - queries
-        columns = [sequence, first_key, kv_head]
-        columns += [torch.zeros_like(place), torch.full_like(place, group), place]
+        own = (torch.zeros_like(place), torch.full_like(place, group))
+        entries = torch.stack([sequence, first_key, kv_head, *own, place], dim=1)
     order = torch.argsort(start, stable=True)
-    entries = torch.stack(columns, dim=1)[order].to(torch.int32).contiguous()
-    return Programs(from_host(entries, device), len(tiles) if split and group > 1 else 0)
+    entries = entries[order].to(torch.int32).contiguous()
+    return Programs(from_host(entries, device), len(tiles) if count > 1 else 0)

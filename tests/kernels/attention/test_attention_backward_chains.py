@@ -65,9 +65,9 @@ def steps_of(program, layout, group, window, before=copies.tiles_before.fn):
         yield tile, before(first_key, ahead, window or 0, window is not None), ahead < KEYS
 
 
-def listed(layout, kv_heads, group, multiprocessors=MULTIPROCESSORS, split=False):
+def listed(layout, kv_heads, group, multiprocessors=MULTIPROCESSORS, heads=None):
     """The entries of a launch, in the order of their ids."""
-    found = backward_programs(layout, CPU, kv_heads, group, multiprocessors, None, split)
+    found = backward_programs(layout, CPU, kv_heads, group, multiprocessors, None, heads or group)
     return found.entries.tolist()
 
 
@@ -134,10 +134,10 @@ def cases(count):
         lens.append(choice.randrange(300, 900))
         gaps = [choice.choice((0, 16)) for _ in lens]
         layout = PackedSequences.of([sum(lens[:i]) + sum(gaps[:i]) for i in range(5)], lens)
-        kv_heads, group = choice.choice((1, 2, 3)), choice.choice((1, 2, 4))
+        kv_heads, group = choice.choice((1, 2, 3)), choice.choice((1, 2, 4, 7))
         window = choice.choice((None, 1, 63, 64, 65, 128, choice.randrange(1, 900)))
-        multiprocessors, split = choice.choice((1, 30, MULTIPROCESSORS)), choice.random() < 0.6
-        programs = listed(layout, kv_heads, group, multiprocessors, split)
+        multiprocessors, heads = choice.choice((1, 30, MULTIPROCESSORS)), choice.randint(1, group)
+        programs = listed(layout, kv_heads, group, multiprocessors, heads)
         resident = choice.choice((1, 2, 5, MULTIPROCESSORS))
         yield layout, kv_heads, group, window, programs, resident, choice
 
@@ -180,7 +180,7 @@ def test_two_heads_of_the_same_keys_in_each_others_place_wait_for_ever():
     for seed in range(20):
         choice = random.Random(seed)
         layout = PackedSequences.of([0], [choice.randrange(129, 900)])
-        programs = listed(layout, 1, 4, split=True)
+        programs = listed(layout, 1, 4, heads=1)
         place = choice.choice(programs)[5]
         own = [i for i, entry in enumerate(programs) if entry[5] == place]
         first, second = sorted(choice.sample(own, 2))

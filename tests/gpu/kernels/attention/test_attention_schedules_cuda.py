@@ -123,10 +123,14 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
 
 
-@pytest.fixture(params=[False, True], ids=["all heads", "one head"])
+@pytest.fixture(params=[1, 2, 8], ids="{} heads".format)
 def programs(request, monkeypatch):
-    """For which heads the programs of the backward pass are."""
-    monkeypatch.setattr(backward_programs, "_splitting_pays", lambda *_: request.param)
+    """For how many heads the programs of the backward pass are."""
+    monkeypatch.setattr(
+        backward_programs,
+        "_heads_of_a_program",
+        lambda layout, kv, group, *_: min(request.param, group),
+    )
 
 
 def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
