@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers import LIGER_FP32
 from benchmarks.rows import Row, geometric_mean, ratios
-from benchmarks.shapes import BANDS
+from benchmarks.shapes import BANDS, NAMED, NAMED_SPARSE
 
 Figure = Callable[[Sequence[Row]], float | None]
 """The figure of a bar from the rows of its suites; None where they do not give one."""
@@ -139,6 +141,30 @@ class Bar:
     bar: float
     suites: tuple[str, ...]
     figure: Figure = _lowest
+    covered: Callable[[Sequence[Row]], bool] = bool
+    """Whether the rows are all that the bar asks for."""
+
+
+def _models(names: Sequence[str], size: str, sizes: Sequence[int]) -> Callable[..., bool]:
+    """Whether there are rows of each of these models, or of its first layers, at each size."""
+
+    def covered(rows: Sequence[Row]) -> bool:
+        shapes = [row.shape for row in rows]
+        found = {(re.sub(r"-\d+l$", "", str(s.get("model"))), s.get(size)) for s in shapes}
+        return found.issuperset(itertools.product(names, sizes))
+
+    return covered
+
+
+def _two_seeds(rows: Sequence[Row]) -> bool:
+    """Whether shapes of two seeds or more were measured."""
+    return len({row.shape.get("seed") for row in rows}) >= 2
+
+
+_steps_of_all = _models(NAMED, "length", (1024, 2048, 32768))
+_sparse_steps = _models(NAMED_SPARSE[:2], "length", (1024, 4096))
+_sparse_decoding = _models(NAMED_SPARSE, "sequences", (1, 8, 64, 256))
+_decoding = _models([name for name in NAMED if name != "qwen3-8b"], "sequences", (64, 256))
 
 
 _MATMUL = ("matmul_forward", "matmul_dx")
@@ -156,7 +182,7 @@ _SPARSE_STEP, _SPARSE_DECODE = ("training_step_sparse",), ("rollout_roofline_spa
 _RANDOM: Mapping[str, Bar] = {
     f"{suite}_{low}_{name}": Bar(
         f"random products of {low} to {high} rows{after} against cuBLAS, {text}", ">=", target,
-        (suite,), _in_band(low, high, figure))
+        (suite,), _in_band(low, high, figure), _two_seeds)
     for suite, after, mean, lowest in (
         ("matmul_random", "", 1.0, 0.85), ("matmul_tuned_random", " after tune", 1.03, 0.93))
     for low, high in BANDS
@@ -165,46 +191,50 @@ _RANDOM: Mapping[str, Bar] = {
 } | {
     "gradient_fold_random": Bar(
         "random dW folds against cuBLAS + add, geometric mean", ">=", 0.95,
-        ("gradient_fold_random",), _geomean),
+        ("gradient_fold_random",), _geomean, _two_seeds),
     "attention_forward_random": Bar(
         "random attention forward against the best SDPA, lowest", ">=", 0.85,
-        ("attention_forward_random",)),
+        ("attention_forward_random",), covered=_two_seeds),
     "attention_backward_random": Bar(
         "random attention backward against the best SDPA, lowest", ">=", 0.8,
-        ("attention_backward_random",)),
+        ("attention_backward_random",), covered=_two_seeds),
     "attention_decode_random": Bar(
         "random paged decode against SDPA on contiguous KV, lowest", ">=", 0.95,
-        ("attention_decode_random",)),
+        ("attention_decode_random",), covered=_two_seeds),
     "elementwise_random": Bar(
-        "random memory-bound ops against eager torch, lowest", ">", 1.0, ("elementwise_random",)),
+        "random memory-bound ops against eager torch, lowest", ">", 1.0, ("elementwise_random",),
+        covered=_two_seeds),
     "token_logprobs_random": Bar(
         "random token_logprobs against log_softmax of full logits, lowest", ">", 1.0,
-        ("token_logprobs_random",)),
+        ("token_logprobs_random",), covered=_two_seeds),
     "accuracy_random": Bar(
         "random sizes: error against fp64 / stock's, highest of all ops", "<=", 1.05,
-        ("accuracy_random",), _largest_error),
+        ("accuracy_random",), _largest_error, _two_seeds),
     "rollout_decode_random": Bar(
         "random models: decoding against the same engine with stock ops", ">=", 0.97,
-        ("rollout_decode_random",)),
+        ("rollout_decode_random",), covered=_two_seeds),
 } | {
     f"training_step_{kind}_{name}": Bar(
         f"training step of {text} models against {against}, lowest", ">=", target,
-        (f"training_step_{kind}",), figure)
-    for kind, text in (("random", "random"), ("named", "other named"))
+        suites, figure, covered)
+    for kind, text, suites, covered in (
+        ("random", "random", ("training_step_random",), _two_seeds),
+        ("named", "all named", (*_STEP, "training_step_named"), _steps_of_all))
     for name, against, target, figure in (
         ("stock", "Hugging Face with SDPA", 1.15, _where_stock_fits),
         ("liger", "Liger", 1.0, _against_liger))
 } | {
     "training_step_memory": Bar(
         "its peak memory / Liger's with gradients in fp32, highest", "<=", 1.05,
-        (*_STEP, "training_step_named"), _peak_against(LIGER_FP32)),
+        (*_STEP, "training_step_named"), _peak_against(LIGER_FP32), _steps_of_all),
     "training_step_idle": Bar(
         "GPU idle in a training step of 16k tokens, highest share", "<=", 0.05,
-        (*_STEP, "training_step_named"), _of_16k(_highest("idle_share"))),
+        (*_STEP, "training_step_named"), _of_16k(_highest("idle_share")), _steps_of_all),
 }
 
 _SPARSE: Mapping[str, Bar] = {
-    name + kind: Bar(text + what, ">=", target, (suite + kind,), figure)
+    name + kind: Bar(
+        text + what, ">=", target, (suite + kind,), figure, _two_seeds if kind else bool)
     for kind, text in (("", ""), ("_random", "random "))
     for name, suite, what, target, figure in (
         ("experts_forward_geomean", "experts_forward",
@@ -225,16 +255,16 @@ _SPARSE: Mapping[str, Bar] = {
 } | {
     "training_step_sparse_stock": Bar(
         "training step of mixtures of experts against Hugging Face with SDPA and grouped_mm, "
-        "lowest", ">=", 1.15, _SPARSE_STEP),
+        "lowest", ">=", 1.15, _SPARSE_STEP, covered=_sparse_steps),
     "training_step_sparse_liger": Bar(
         "the same against Liger where it has the family, lowest", ">=", 1.0, _SPARSE_STEP,
-        _against_liger_if_covered),
+        _against_liger_if_covered, _sparse_steps),
     "rollout_roofline_sparse": Bar(
         "decode step of mixtures of experts: share of a copy's bandwidth over the experts hit, "
-        "1 to 256 sequences, lowest", ">=", 0.65, _SPARSE_DECODE, _lowest_share),
+        "1 to 256 sequences, lowest", ">=", 0.65, _SPARSE_DECODE, _lowest_share, _sparse_decoding),
     "rollout_idle_sparse": Bar(
         "GPU idle in these steps from 32 sequences, share of the time", "<=", 0.05,
-        _SPARSE_DECODE, _many(_highest("idle_share"))),
+        _SPARSE_DECODE, _many(_highest("idle_share")), _sparse_decoding),
 }
 
 BARS: Mapping[str, Bar] = {
@@ -276,7 +306,7 @@ BARS: Mapping[str, Bar] = {
         _lowest_share),
     "rollout_roofline_named": Bar(
         "the same of other models, 64 and 256 sequences, lowest", ">=", 0.65,
-        ("rollout_roofline_named",), _lowest_share),
+        ("rollout_roofline_named",), _lowest_share, _decoding),
     "rollout_roofline_one": Bar(
         "8B decode step of one sequence: share of a copy's bandwidth", ">=", 0.75,
         ("rollout_roofline_one",), _lowest_share),

@@ -30,18 +30,21 @@ class Results:
     @property
     def bars(self) -> dict[str, dict[str, Any]]:
         """Every bar's figure and whether it is met: name -> {what, figure, sign, bar, complete,
-        met}.
+        reached, met}: reached by what was measured, met if that is complete.
 
-        A bar over a suite that is absent, or has a row with an error, is not met.
+        A bar over a suite that is absent, cut short or measured in part, or has a row with an
+        error, is not met.
         """
         found, suites = {}, self.meta.get("suites", {})
         for name, bar in BARS.items():
-            figure = bar.figure(self.of(*bar.suites))
+            rows = self.of(*bar.suites)
+            figure = bar.figure(rows)
             whole = all(suite in suites and suites[suite]["complete"] for suite in bar.suites)
+            whole = whole and bar.covered(rows) and all(row.error is None for row in rows)
             reached = COMPARISONS[bar.sign]
-            met = figure is not None and math.isfinite(figure) and reached(figure, bar.bar)
+            hit = figure is not None and math.isfinite(figure) and reached(figure, bar.bar)
             found[name] = {"what": bar.what, "figure": figure, "sign": bar.sign, "bar": bar.bar}
-            found[name] |= {"complete": whole, "met": whole and met}
+            found[name] |= {"complete": whole, "reached": hit, "met": whole and hit}
         return found
 
     def of(self, *suites: str, only: Part = ALL) -> list[Row]:

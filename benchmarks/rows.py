@@ -41,6 +41,10 @@ class Row:
     """Stock ways and peers that do not run here, and why."""
     error: str | None = None
     """Why there is no measurement."""
+    commit: str | None = None
+    """What measured it; a suite may be measured in parts."""
+    kernels: str | None = None
+    """The first digits of its kernels hash."""
 
     @property
     def case(self) -> str:

@@ -26,6 +26,16 @@ ROWS = tuple(2**i for i in range(15))
 BANDS = ((1, 16), (17, 128), (129, 1024), (1025, 16384))
 """Numbers of rows by which products of random shapes are judged."""
 
+NAMED = (
+    "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b",
+    "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b",
+    "llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "mistral-7b",
+)  # fmt: skip
+"""Dense models whose training and decode steps have bars; of the largest, the first layers do."""
+
+NAMED_SPARSE = ("qwen3-30b-a3b", "olmoe-1b-7b", "mixtral-8x7b")
+"""Mixtures of experts, likewise."""
+
 FOLDS = (
     (4096, 4096, 4096), (8192, 6144, 4096), (16384, 3072, 1024), (16384, 1024, 3072),
     (16384, 2048, 2048), (16384, 12288, 4096),

@@ -102,7 +102,8 @@ def measure(
         rows: list[Row] = []
         errors = 0
         for case in suite_cases:
-            rows.append(measured(suite, case, machine))
+            row = measured(suite, case, machine)
+            rows.append(replace(row, commit=meta["commit"], kernels=meta["kernels_sha256"][:12]))
             errors += rows[-1].error is not None
             done = len(rows) == len(suite_cases)
             record = {key: meta[key] for key in ("commit", "kernels_sha256", "command", "date")} | {

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.bars import BARS
 from benchmarks.results import Results, compare, load, save
 from benchmarks.rows import Row, geometric_mean
+from benchmarks.shapes import NAMED
 
 META = {"device": "Test GPU", "commit": "abc", "versions": {"torch": "2.11", "triton": "3.6"}}
 RECORD = {"complete": True, "commit": "abc"}
@@ -36,10 +37,10 @@ def test_geometric_mean_and_lowest_run_over_forward_and_dx_together():
 
 
 def test_random_products_are_judged_by_bands_of_their_rows():
-    def product(m, ratio):
-        return row("matmul_random", ratio, shape={"seed": 1, "m": m, "n": 8, "k": 8})
+    def product(m, ratio, seed=1):
+        return row("matmul_random", ratio, shape={"seed": seed, "m": m, "n": 8, "k": 8})
 
-    rows = [product(1, 2.0), product(16, 0.9), product(17, 0.84), product(128, 1.1)]
+    rows = [product(1, 2.0), product(16, 0.9), product(17, 0.84), product(128, 1.1, seed=2)]
     assert bar("matmul_random_1_geomean", rows)["figure"] == pytest.approx(1.8**0.5)
     assert bar("matmul_random_1_lowest", rows)["met"]
     slow = bar("matmul_random_17_lowest", rows)
@@ -56,7 +57,8 @@ def test_random_shapes_and_the_models_have_bars_of_their_own():
     assert bar("training_step_stock", rows)["met"]
     assert bar("training_step_random_stock", rows)["figure"] == 1.1
     assert bar("training_step_random_liger", rows)["figure"] == pytest.approx(1.05)
-    assert bar("training_step_named_stock", rows)["figure"] is None
+    named = bar("training_step_named_stock", rows)
+    assert (named["figure"], named["reached"], named["met"]) == (1.2, True, False)
 
 
 def test_steps_that_stock_cannot_hold_are_left_out_and_other_reasons_are_not():
@@ -131,8 +133,8 @@ def test_idle_steps_of_few_sequences_do_not_count():
 
     rows = [step(8, 0.4), step(32, 0.05), step(256, 0.01)]
     found = bar("rollout_idle_sparse", rows)
-    assert (found["figure"], found["met"]) == (0.05, True)
-    assert not bar("rollout_idle_sparse", [*rows, step(64, 0.06)])["met"]
+    assert (found["figure"], found["reached"]) == (0.05, True)
+    assert not bar("rollout_idle_sparse", [*rows, step(64, 0.06)])["reached"]
 
 
 def test_liger_is_asked_only_for_the_families_it_has():
@@ -159,6 +161,34 @@ def test_an_incomplete_suite_meets_no_bar():
     assert (found["figure"], found["complete"], found["met"]) == (2.0, False, False)
     one_half = bar("matmul_lowest", [row(ratio=2.0)], matmul_dx=False)
     assert one_half["met"] is False
+
+
+def test_a_bar_over_models_is_met_when_each_was_measured_at_each_size():
+    name, rows = "training_step_named_liger", []
+    for model in NAMED:
+        for length in (1024, 2048, 32768):
+            cut = f"{model}-8l" if model.endswith("8b") else model
+            shape = {"model": cut, "sequences": 1, "length": length}
+            rows.append(row("training_step_named", 1.2, peers={"liger": 12.0}, shape=shape))
+    assert bar(name, rows)["met"]
+    for missing in range(len(rows)):
+        found = bar(name, rows[:missing] + rows[missing + 1 :])
+        assert (found["reached"], found["complete"], found["met"]) == (True, False, False)
+
+
+def test_a_bar_over_random_shapes_needs_two_seeds():
+    def fold(seed):
+        return row("gradient_fold_random", 2.0, shape={"seed": seed, "tokens": 8})
+
+    assert not bar("gradient_fold_random", [fold(1), fold(1)])["met"]
+    assert bar("gradient_fold_random", [fold(1), fold(2)])["met"]
+
+
+def test_an_error_in_an_earlier_part_of_a_suite_is_not_forgotten():
+    failed = row("gradient_fold_random", None, shape={"seed": 1}, error="RuntimeError: x")
+    fine = [row("gradient_fold_random", 2.0, shape={"seed": seed}) for seed in (1, 2)]
+    assert bar("gradient_fold_random", fine)["complete"]
+    assert not bar("gradient_fold_random", [failed, *fine])["complete"]
 
 
 def test_an_error_row_counts_in_no_figure():

@@ -45,6 +45,8 @@ def test_a_run_is_recorded_with_what_it_ran_on(tmp_path):
     assert record["commit"] == "abc" and record["kernels_sha256"] == kernels_hash()
     assert record["command"] == "python -m benchmarks ops" and record["complete"]
     assert {"device", "versions", "date"} <= results.meta.keys()
+    (row,) = results.rows
+    assert row.commit == "abc" and row.kernels == kernels_hash()[:12]
     assert results.bars["gradient_fold_geomean"]["met"]
 
 
