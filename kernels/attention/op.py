@@ -8,7 +8,8 @@ Dtypes and rounding points: fp32, bf16, fp16. Scores, statistics and accumulator
 Order: ORDER below, `attention`.
 Invariant to: other sequences, the number of queries in the call (prefill, chunk, decode), where
     keys lie, the cache's block size, tiles, rows that no sequence owns (they give 0). Backward on
-    CUDA expects finite neighbours: a NaN in another sequence may spread.
+    CUDA expects finite neighbours: a NaN in another sequence may spread. A key or value that is not
+    finite also reaches earlier rows of its sequence in its block of keys: 0 times NaN is NaN.
 Varies with: D, the window, a key's distance from its sequence's start (block borders).
 Backward: dq, dk, dv without atomics; packed layout only. lse has no gradient.
 Errors: TypeError on dtypes, ValueError on shapes, devices, layout and autocast.

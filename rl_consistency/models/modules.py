@@ -39,7 +39,7 @@ from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
 ADDED = frozenset(
     (
-        *("_gradient_buffers", "rows_per_token", "activation", "window"),
+        *("_gradient_buffers", "rows_per_token", "activation", "normalizes", "window"),
         *("apply_stock_rotary", "_rotary_table", "guard", "passes", "sharded"),
         *("answer", "layer_graphs"),
     )

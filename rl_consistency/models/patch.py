@@ -32,7 +32,8 @@ from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRotaryEmbedding,
 )
-from rl_consistency.models.moe.modules import CanonicalExperts
+from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
+from rl_consistency.models.moe.settings import normalizes
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
@@ -298,6 +299,8 @@ class PatchSession:
     def _configure(self, config: Any, module: nn.Module) -> None:
         if isinstance(module, CanonicalMLP | CanonicalExperts):
             module.activation = families.ACTIVATIONS[config.hidden_act]
+        elif isinstance(module, CanonicalRouter):
+            module.normalizes = normalizes(config)
         elif isinstance(module, CanonicalAttention):
             module.window = families.window_of(config, module)
             module.apply_stock_rotary = families.functions(config)[0]

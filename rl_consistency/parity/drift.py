@@ -85,7 +85,8 @@ class DriftReport:
     def merge(self, other: DriftReport) -> DriftReport:
         """The report of this report's tokens followed by the other's; means weighted by tokens.
 
-        Experts count as looked at where both reports did.
+        Experts count as looked at where both reports did. Where one did, those that differ stay
+        counted, so no report that failed passes.
         """
         a, b = asdict(self), asdict(other)
         tokens = self.tokens + other.tokens
@@ -100,8 +101,9 @@ class DriftReport:
         merged["first_mismatch"] = self.first_mismatch
         if self.first_mismatch is None and other.first_mismatch is not None:
             merged["first_mismatch"] = self.positions + other.first_mismatch
-        if self.rerouted_tokens is not None and other.rerouted_tokens is not None:
-            merged["rerouted_tokens"] = self.rerouted_tokens + other.rerouted_tokens
+        rerouted = [n for n in (self.rerouted_tokens, other.rerouted_tokens) if n is not None]
+        if len(rerouted) == 2 or any(rerouted):
+            merged["rerouted_tokens"] = sum(rerouted)
         return DriftReport(**merged)
 
 

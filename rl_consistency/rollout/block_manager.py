@@ -9,6 +9,10 @@ Only full blocks are shared, and a full block is never written again. A block is
 is allocated, so that a sibling can wait for it. It becomes shareable when the step that fills it
 was launched and all its tokens are known: steps run in order on one stream. Released blocks keep
 their content until space is needed, least recently released first.
+
+A row that is not finite reaches rows before it in its block of keys: a masked probability is 0, and
+0 times NaN is NaN. Such a block is no longer what another sequence would compute, so blocks of a
+sequence that fails are not found again (`distrust`).
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ class BlockManager:
     def match_prefix(self, sequence: RolloutSequence) -> PrefixMatch:
         """Look up the leading blocks; never the last known token, which has to be computed."""
         block_ids: list[int] = []
-        if not self.share_prefixes:
+        if not self.share_prefixes or sequence.alone:
             return PrefixMatch(block_ids, None)
         parent, size, token_ids = _ROOT, self.block_size, sequence.token_ids
         for start in range(0, (len(token_ids) - 1) // size * size, size):
@@ -100,7 +104,7 @@ class BlockManager:
             self._idle.pop(block_id, None)
             self._blocks[block_id].ref_count += 1
         sequence.block_table = match.block_ids + [self._take() for _ in range(num_new)]
-        sequence.num_published_blocks = num_matched
+        sequence.num_published_blocks = sequence.num_borrowed_blocks = num_matched
         for index in range(num_matched, sequence.num_tokens // self.block_size):
             self._announce(sequence, index)
         return True
@@ -139,11 +143,17 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_published_blocks = 0
 
+    def distrust(self, sequence: RolloutSequence) -> None:
+        """Let nobody find the contents of the sequence's blocks any more; who holds them keeps
+        them."""
+        for block_id in sequence.block_table:
+            self._forget(block_id)
+
     def _announce(self, sequence: RolloutSequence, index: int) -> None:
         """Name the content of the sequence's full block `index`, if it has no name yet."""
         block_id = sequence.block_table[index]
         block = self._blocks[block_id]
-        if not self.share_prefixes or block.prefix_id is not None:
+        if not self.share_prefixes or sequence.alone or block.prefix_id is not None:
             return
         before = sequence.block_table[index - 1]
         parent = self._blocks[before].prefix_id if index > 0 else _ROOT
@@ -170,7 +180,11 @@ class BlockManager:
         return block_id
 
     def _blank_out(self, block_id: int) -> None:
-        key = self._blocks[block_id].key
-        if key is not None:
-            del self._by_key[key]
+        self._forget(block_id)
         self._blocks[block_id] = _Block()
+
+    def _forget(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.key is not None:
+            del self._by_key[block.key]
+            block.key = None

@@ -11,6 +11,10 @@ known tokens. One whose prefix another is computing is set aside until that step
 blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
 values of all of them once admitted again.
 
+**Failure**: a sequence with a logprob that is not finite may owe it to blocks that another computed
+(see `BlockManager`). If it borrowed any it starts over alone; its own failure is that of its own
+tokens.
+
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
 draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
 token's bytes (claim C1).
@@ -154,19 +158,28 @@ class Scheduler:
         num_generated = num_discarded = 0
         for chunk, sampled in zip(chunks, sampled_rows, strict=True):
             sequence = chunk.sequence
+            if sequence.num_void:
+                sequence.num_void -= 1
+                num_discarded += len(sampled)
+                continue
             sequence.num_pending -= 1
             if sequence.is_finished:  # before this step's tokens: it ran once too often
                 num_discarded += len(sampled)
                 continue
             known = len(sequence.token_ids)
-            if known == sequence.num_prompt_tokens:
-                self.started.append(sequence)
             if chunk.draft:
                 self._take_in_draft(chunk, sampled)
             else:
                 sequence.append(*sampled[0])
             num_tokens = len(sequence.token_ids)
             num_generated += num_tokens - known
+            if sequence.error is not None:
+                self._blocks.distrust(sequence)
+                if sequence.num_borrowed_blocks:
+                    self._start_over(sequence)
+                    continue
+            if known == sequence.num_prompt_tokens:
+                self.started.append(sequence)
             if sequence.is_finished:
                 self.finish(sequence)
                 ended.append(sequence)
@@ -202,9 +215,23 @@ class Scheduler:
                 self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
                 heapify(self._waiting)
             return
-        self._blocks.publish(sequence)
+        if sequence.error is None:
+            self._blocks.publish(sequence)
         self._unseat(sequence)
         self._num_left += 1
+
+    def _start_over(self, sequence: RolloutSequence) -> None:
+        """Queue a sequence that failed, its tokens kept, to compute them from blocks of its own."""
+        sequence.reopen()
+        sequence.alone = True
+        sequence.num_void, sequence.num_pending, sequence.num_drafted = sequence.num_pending, 0, 0
+        if sequence.slot is None:
+            return  # it was preempted meanwhile, and waits
+        self._unseat(sequence)
+        self._num_left += 1
+        sequence.preempted = True
+        self._num_waiting += 1
+        self._queue(sequence)
 
     def _unseat(self, sequence: RolloutSequence) -> None:
         """Take a running sequence's blocks and slot; none of its tokens counts as computed."""

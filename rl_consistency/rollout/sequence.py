@@ -21,9 +21,9 @@ class RolloutSequence:
     `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
     write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
-    Each field has one writer: `RequestLimits` those up to `speculator`, `append` and `finish` the
-    tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last two, and
-    `Scheduler` those between.
+    Each field has one writer: `RequestLimits` those up to `speculator`, `append`, `finish` and
+    `reopen` the tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last
+    three, and `Scheduler` those between.
     """
 
     prompt_index: int
@@ -54,8 +54,12 @@ class RolloutSequence:
     """0 or 1 when a step is scheduled. A draft under way counts as 1, however much of it holds."""
     num_drafted: int = 0
     """Length of the draft under way; its sequence is not scheduled again before the report."""
+    alone: bool = False
+    """Whether it neither takes blocks that others computed nor gives its own."""
+    num_void: int = 0  # steps under way for it whose reports are void
     block_table: list[int] = field(default_factory=list)  # physical block ids in logical order
     num_published_blocks: int = 0  # leading full blocks the block manager may share
+    num_borrowed_blocks: int = 0  # leading blocks it found computed when it was last admitted
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
@@ -104,6 +108,10 @@ class RolloutSequence:
             self.finish("stop")
         elif len(self.token_ids) == self.max_num_tokens:
             self.finish("length")
+
+    def reopen(self) -> None:
+        """Take the end back; the tokens so far stay."""
+        self.finish_reason = self.error = None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """End the sample; what is still under way for it will be discarded."""

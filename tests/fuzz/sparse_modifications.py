@@ -55,7 +55,7 @@ def other_experts_per_token(mlp, rng):
 
 @sparse_modification
 def weights_of_experts_not_normalised(mlp, rng):
-    mlp.gate.norm_topk_prob = not getattr(mlp.gate, "norm_topk_prob", False)
+    mlp.gate.norm_topk_prob = not getattr(mlp.gate, "norm_topk_prob", True)
 
 
 @sparse_modification

@@ -210,7 +210,9 @@ def test_tokens_that_met_other_experts_are_counted_and_fail_a_report():
     assert "x/rerouted_tokens" not in compare_logprobs(a, a).metrics("x")
     assert compare_logprobs(a, a, a > a.min(), routing=(routing, other)).rerouted_tokens <= 2
     assert found.merge(equal).rerouted_tokens == 2
-    assert found.merge(compare_logprobs(a, a)).rerouted_tokens is None
+    assert equal.merge(compare_logprobs(a, a)).rerouted_tokens is None
+    for merged in (found.merge(compare_logprobs(a, a)), compare_logprobs(a, a).merge(found)):
+        assert merged.rerouted_tokens == 2 and not merged.passed
 
 
 def test_routing_of_one_side_alone_is_refused_and_that_of_none_is_not_compared():

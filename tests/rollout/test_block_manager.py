@@ -223,6 +223,35 @@ def test_reset_takes_all_blocks_back_and_forgets_all_contents() -> None:
     assert blocks.match_prefix(make([2] * 9)).block_ids == []
 
 
+def test_distrusted_contents_are_found_no_more_and_kept_by_their_holders() -> None:
+    blocks = BlockManager(8, SIZE)
+    first = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 10])
+    shared = first.block_table[:2]
+    assert second.block_table[:2] == shared and second.num_borrowed_blocks == 2
+    blocks.distrust(first)
+    blocks.release(first)
+    assert blocks.match_prefix(make([1, 2, 3, 4, 5, 6, 7, 8, 9])).block_ids == []
+    assert second.block_table[:2] == shared and blocks.num_free_blocks == 5
+    again = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert again.num_borrowed_blocks == 0 and not {*again.block_table} & {*second.block_table}
+    blocks.release(second)
+    found = blocks.match_prefix(make([1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert found.block_ids == again.block_table[:2]
+
+
+def test_a_sequence_alone_takes_no_block_of_others_and_gives_none() -> None:
+    blocks = BlockManager(8, SIZE)
+    alone = make([1, 2, 3, 4, 5])
+    alone.alone = True
+    for _ in range(2):
+        assert allocate(blocks, alone) and alone.num_borrowed_blocks == 0
+        compute(blocks, alone)
+        assert blocks.match_prefix(make([1, 2, 3, 4, 5])).block_ids == []
+        blocks.release(alone)
+        admit(blocks, [9] * 5)
+
+
 def test_without_sharing_nothing_is_found_or_awaited() -> None:
     blocks = BlockManager(8, SIZE, share_prefixes=False)
     admit(blocks, [1] * 9)

@@ -80,6 +80,16 @@ def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob: flo
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5], [-1.0])
 
 
+def test_a_reopened_sample_goes_on_with_the_tokens_it_had() -> None:
+    sequence = make([1, 2])
+    sequence.append(5, -1.0)
+    sequence.append(6, math.nan)
+    sequence.reopen()
+    assert not sequence.is_finished and sequence.error is None
+    sequence.append(7, -2.0)
+    assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5, 7], [-1.0, -2.0])
+
+
 def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it() -> None:
     class Letters:
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
@@ -102,7 +112,9 @@ WRITERS = {
     **dict.fromkeys(("finish_reason", "error"), "sequence"),
     **dict.fromkeys(("slot", "arrival", "preempted"), "scheduler"),
     **dict.fromkeys(("num_computed_tokens", "num_pending", "num_drafted"), "scheduler"),
+    **dict.fromkeys(("alone", "num_void"), "scheduler"),
     **dict.fromkeys(("block_table", "num_published_blocks"), "block_manager"),
+    "num_borrowed_blocks": "block_manager",
     "submitted_at": "step_loop",
 }
 

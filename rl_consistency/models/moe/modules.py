@@ -25,6 +25,8 @@ class CanonicalRouter(CanonicalModule):
 
     op = "router"
     top_k: int
+    normalizes: bool
+    """Whether the k weights are divided by their sum."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits [R, E], weights [R, k], expert ids [R, k]) of rows [R, H], as stock returns them.
@@ -43,11 +45,6 @@ class CanonicalRouter(CanonicalModule):
             weight_grad=self.gradient_buffer("weight", weight),
         )
         return logits, weights, ids
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether the k weights are divided by their sum, which Mixtral always does."""
-        return getattr(self, "norm_topk_prob", True)
 
 
 class RoutedCall:

@@ -12,6 +12,11 @@ def num_experts(config: Any) -> int:
     return config.num_local_experts if config.model_type == "mixtral" else config.num_experts
 
 
+def normalizes(config: Any) -> bool:
+    """Whether routers divide the chosen weights by their sum; Mixtral's always do, unasked."""
+    return config.model_type == "mixtral" or config.norm_topk_prob
+
+
 def routing_problems(config: Any) -> list[str]:
     """Settings of a sparse family's configuration that are not covered, with what to do."""
     found = []

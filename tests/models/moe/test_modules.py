@@ -56,6 +56,17 @@ def test_values_and_gradients_are_those_of_the_stock_model_up_to_rounding(model)
         assert (ours[name] - expected).norm() <= 1e-4 * expected.norm(), name
 
 
+def test_mixtral_normalises_whatever_its_routers_are_given():
+    """Stock's router has no such setting and does not look."""
+    model, ids = build_preset("tiny-mixtral"), torch.tensor([SEQUENCES[1]])
+    with torch.no_grad():
+        right = model(input_ids=ids).logits
+        model.model.layers[1].mlp.gate.norm_topk_prob = False
+        assert torch.equal(model(input_ids=ids).logits, right)
+        with patch(model):
+            assert torch.allclose(model(input_ids=ids).logits, right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("op", ROUTED)
 def test_one_op_on_its_stock_path_is_the_ablation_it_promises(model, op):
     with patch(model):
