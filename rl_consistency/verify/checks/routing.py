@@ -11,8 +11,10 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts
+from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
+from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.verify.checks.op_setup import OpSetup
 from rl_consistency.verify.checks.ops import parameter_of, weight_scale
@@ -25,7 +27,8 @@ LENGTHS = (1, 15, 16, 17, 40, 5)
 
 
 def check_router(tally: Tally, setup: OpSetup) -> None:
-    """Ids, weights and logits of a row, and dx; equal logits go to the lower id."""
+    """Ids, weights and logits of a row, and dx; logits are those of `linear`, not rounded; equal
+    ones go to the lower id."""
     hidden = setup.shapes.hidden_size
     weight = setup.drawn((EXPERTS, hidden), 1, weight_scale(hidden))
     x = setup.drawn((setup.rows, hidden), 2)
@@ -45,13 +48,20 @@ def check_router(tally: Tally, setup: OpSetup) -> None:
         rows_alike(tally, name, routed, x, counts=counts)
         if setup.dtype != torch.float16:
             rows_alike(tally, f"{name} dx", gradient, x, dy, counts=counts)
+    _, _, logits = route_with_logits(x, weight, TOP_K, normalize=True)
+    rounded = logits.to(setup.dtype)
+    tally.equal("logits, rounded once, are those of linear", linear(x, weight), rounded)
+    if setup.dtype != torch.float32:
+        unrounded = bool((logits != rounded.float()).any())
+        tally.expect("logits have digits that their dtype has not", unrounded)
     ids, _, _ = route_with_logits(x, weight[:1].repeat(EXPERTS, 1), TOP_K, normalize=True)
     lowest = torch.arange(TOP_K, device=x.device, dtype=ids.dtype).expand_as(ids)
     tally.expect("equal logits go to the lower ids", torch.equal(ids, lowest), f"row 0: {ids[0]}")
 
 
 def check_experts(tally: Tally, setup: OpSetup) -> None:
-    """y, dx and dweights of a row; rows that no sequence owns are zeros."""
+    """y, dx and dweights of a row; y is what the ops it is made of give; rows that no sequence owns
+    are zeros."""
     rows = max(setup.rows, 4 * STEP)
     x, ids, weights, gate_up, down = experts_probe(setup, rows)
 
@@ -69,6 +79,7 @@ def check_experts(tally: Tally, setup: OpSetup) -> None:
         dy = setup.drawn((rows, x.shape[1]), 9, 0.02)
         rows_alike(tally, "dx, dweights", gradients, x, ids, weights, dy, counts=counts)
     alone = run(x, ids, weights).detach()
+    tally.equal("by linear and glu, ids upward", _by_ops(x, ids, weights, gate_up, down), alone)
     starts, lens = [0, STEP, 3 * STEP], [STEP - 3, STEP, 7]
     layout = PackedSequences.of(starts, lens)
     found = experts(x, ids, weights, gate_up, down, layout, activation="silu").detach()
@@ -145,6 +156,21 @@ def experts_probe(setup: OpSetup, rows: int) -> tuple[Tensor, ...]:
     gate_up = setup.drawn((EXPERTS, 2 * INNER, hidden), 6, weight_scale(hidden))
     down = setup.drawn((EXPERTS, hidden, INNER), 7, weight_scale(INNER))
     return x, ids, weights.detach(), gate_up, down
+
+
+def _by_ops(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The sum of each row's experts, in fp32 from the lowest id on, rounded once."""
+    y = torch.zeros_like(x, dtype=torch.float32)
+    begun = torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
+    for expert in range(EXPERTS):
+        chosen = ids == expert
+        h = glu(*linear(x, gate_up[expert]).chunk(2, dim=1), "silu")
+        weight = weights.where(chosen, 0.0).sum(1, keepdim=True)
+        part = weight * linear(h, down[expert]).float()
+        here = chosen.any(1, keepdim=True)
+        y = torch.where(here, torch.where(begun, y + part, part), y)
+        begun |= here
+    return y.to(x.dtype)
 
 
 def _packed(

@@ -38,6 +38,30 @@ def router_of_few_rows(x: Tensor, weight: Tensor, top_k: int, **options: Any) ->
     return ids, weights.bfloat16().float() if len(x) < FEW_ROWS else weights, logits
 
 
+@mutant("router logits rounded", "C1 router", at=(substituted, route_with_logits))
+def logits_are_rounded(x: Tensor, weight: Tensor, top_k: int, **options: Any) -> Any:
+    """Logits are rounded to bf16, all of them, before the choice."""
+    logits = route_with_logits(x, weight, top_k, **options)[2].bfloat16().float()
+    # Of a matrix of ones and zeros, `x @ weight^T` is x.
+    ids, weights, _ = route_with_logits(logits, torch.eye(len(weight), device=x.device), top_k,
+                                        normalize=options["normalize"])  # fmt: skip
+    return ids, weights, logits
+
+
+@mutant("combine in rank order", "C1 experts", at=(substituted, experts))
+def largest_weight_first(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
+) -> Tensor:
+    """Every row's experts are added from its largest weight to its smallest."""
+    total, rank = torch.zeros_like(x, dtype=torch.float32), weights.argsort(1, descending=True)
+    for j in range(ids.shape[1]):
+        at = rank[:, j : j + 1]
+        one = ids.gather(1, at), torch.ones_like(weights[:, :1])
+        row = experts(x, *one, gate_up, down, layout, **rest)
+        total = total + weights.gather(1, at) * row.float()
+    return total.to(x.dtype)
+
+
 @mutant("combine in another order", "C1 experts", at=(substituted, experts))
 def downward_for_few_rows(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
