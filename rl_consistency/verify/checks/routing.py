@@ -164,9 +164,9 @@ def _by_ops(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     begun = torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
     for expert in range(EXPERTS):
         chosen = ids == expert
-        h = glu(*linear(x, gate_up[expert]).chunk(2, dim=1), "silu")
+        gate, up = linear(x, gate_up[expert]).chunk(2, dim=1)
         weight = weights.where(chosen, 0.0).sum(1, keepdim=True)
-        part = weight * linear(h, down[expert]).float()
+        part = weight * linear(glu(gate, up, "silu"), down[expert]).float()
         here = chosen.any(1, keepdim=True)
         y = torch.where(here, torch.where(begun, y + part, part), y)
         begun |= here
