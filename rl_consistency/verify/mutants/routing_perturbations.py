@@ -62,6 +62,49 @@ def largest_weight_first(
     return total.to(x.dtype)
 
 
+@mutant("atomic combine", "C1 experts", at=(substituted, experts))
+def any_order(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
+) -> Tensor:
+    """A row's experts are added as they come, in each call in another order."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for j in torch.randperm(ids.shape[1]).tolist():
+        one = ids[:, j : j + 1], torch.ones_like(weights[:, :1])
+        row = experts(x, *one, gate_up, down, layout, **rest)
+        total = total + weights[:, j : j + 1] * row.float()
+    return total.to(x.dtype)
+
+
+@mutant("split K by tokens per expert", "C1 experts", at=(substituted, experts))
+def halves_where_few_meet(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
+) -> Tensor:
+    """Experts that few of the call's rows meet add their down projection in two halves."""
+    y = experts(x, ids, weights, gate_up, down, layout, **rest)
+    counts = ids.flatten().bincount(minlength=len(down))[ids.long()]
+    few, half = (counts < FEW_ROWS).any(1, keepdim=True), down.shape[2] // 2
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for columns in (slice(0, half), slice(half, None)):
+        part = torch.zeros_like(down)
+        part[:, :, columns] = down[:, :, columns]
+        total = total + experts(x, ids, weights, gate_up, part, layout, **rest).float()
+    return torch.where(few, total.to(x.dtype), y)
+
+
+@mutant("runs not aligned", "C3 experts", at=(substituted, experts))
+def all_rows_are_one_run(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
+) -> Tensor:
+    """An expert's rows of all sequences of a call are one run, its steps of 16 across sequences."""
+    if type(layout) is not PackedSequences:
+        return experts(x, ids, weights, gate_up, down, layout, **rest)
+    spans = zip(layout.query_starts, layout.query_lens, strict=True)
+    rows = torch.cat([torch.arange(s, s + n, device=x.device) for s, n in spans])
+    whole = PackedSequences.of([0], [len(rows)])
+    y = experts(x[rows], ids[rows], weights[rows], gate_up, down, whole, **rest)
+    return torch.zeros_like(x).index_put((rows,), y)
+
+
 @mutant("combine in another order", "C1 experts", at=(substituted, experts))
 def downward_for_few_rows(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
