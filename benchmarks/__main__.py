@@ -139,7 +139,7 @@ def _measure(args: argparse.Namespace) -> int:
     meta = run_meta(machine.device, args.command_line, args.commit)
     results = Results() if args.json is None else load(args.json, meta["device"])
     models, seed = getattr(args, "model", None), getattr(args, "random_shapes", None)
-    only = {} if models is None else {"model": models.split(",")}
+    only = {} if models is None else {"model": _names(models)}
     only |= {} if seed is None else {"seed": [seed]}
     with own_winners(machine.device):
         results = measure(suites, machine, results, meta, args.json, only)
@@ -149,6 +149,11 @@ def _measure(args: argparse.Namespace) -> int:
     missed = [name for name, bar in bars.items() if not bar["met"]]
     print(json.dumps({"failed": failed, "figures": figures, "missed": missed}))
     return 1 if failed else 0
+
+
+def _names(text: str) -> list[str]:
+    """Names between commas, each once."""
+    return list(dict.fromkeys(text.split(",")))
 
 
 def _chosen(args: argparse.Namespace) -> Suites:
@@ -161,7 +166,7 @@ def _chosen(args: argparse.Namespace) -> Suites:
     elif seed is not None:
         suites = RANDOM_SUITES[args.what](seed)
     elif models is not None:
-        suites = NAMED_SUITES[args.what](models.split(","))
+        suites = NAMED_SUITES[args.what](_names(models))
     else:
         suites = SUITES[args.what]()
     names = list(suites) if args.only is None else args.only.split(",")
@@ -176,7 +181,7 @@ def _beside_vllm(args: argparse.Namespace) -> Suites:
         raise ValueError("--against and --seconds go with --vllm FOLDER, --random-shapes does not.")
     if args.seconds is not None and not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g}: give more than 0.")
-    models = MODELS if args.model is None else args.model.split(",")
+    models = MODELS if args.model is None else _names(args.model)
     modes = tuple(MODES) if args.against is None else args.against.split(",")
     return vllm_suites(args.vllm, models, modes, seconds=args.seconds, json_file=args.json)
 
@@ -226,6 +231,9 @@ def _accuracy(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    for path in (args.old, args.new):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; give two results files.")
     print("\n".join(compare(load(args.old), load(args.new))))
     return 0
 

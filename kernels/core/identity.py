@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -24,17 +25,25 @@ LIBRARY_VARIABLES = ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVID
 
 
 def cache_directory() -> Path:
-    """The directory of the files; only this function reads `CACHE_VARIABLE`."""
+    """The directory of the files; only this function reads `CACHE_VARIABLE`. RuntimeError where the
+    user, or the one that the variable names, has no home."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named).expanduser() if named else Path.home() / ".cache" / "rl_consistency"
 
 
-def cache_file(what: str, identity: Mapping[str, str]) -> Path:
+def cache_file(what: str, identity: Mapping[str, str]) -> Path | None:
     """The file that keeps `what` for one identity. With a file for each, no environment replaces
-    what another has struck."""
+    what another has struck. None, with a warning, where there is no home for it."""
     name = "".join(c if c.isalnum() else "_" for c in identity["device"])
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    return cache_directory() / f"{what}_{name}_{digest}.json"
+    try:
+        return cache_directory() / f"{what}_{name}_{digest}.json"
+    except RuntimeError as error:
+        warnings.warn(
+            f"{what} last for this process: {error} Set {CACHE_VARIABLE} to a directory.",
+            stacklevel=2,
+        )
+        return None
 
 
 def identity_of(device: torch.device) -> dict[str, str]:

@@ -51,6 +51,9 @@ FEW_ROWS = 16
 RULE = "rule"
 """Kept for a work that was measured and has no winner."""
 
+MOST_BYTES = 1 << 26
+"""The largest file that is read; one of a thousand works has 200 KB."""
+
 MOST_PICKS = 4096
 """Answers that each pick remembers."""
 
@@ -139,6 +142,7 @@ class TunedSchedules:
         self.path = path
         self._identity = dict(identity)
         self._told: set[str] = set()
+        self._unsaved: dict[str, Winner] = {}  # found here, and not in the file yet
         found = self._read()
         self._winners, self._struck = found.winners, found.struck
 
@@ -149,13 +153,18 @@ class TunedSchedules:
             return cls(None, {})
         identity = identity_of(device)
         path = cache_file("schedules", identity)
-        return cls(path.parent / FOLDER / path.name, identity)
+        return cls(path and path.parent / FOLDER / path.name, identity)
 
     @property
     def winners(self) -> dict[str, Winner]:
         """Those that are in force, by work."""
         found = {work: self.winner(work) for work in self._winners}
         return {work: winner for work, winner in found.items() if winner is not None}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found for any work."""
+        return not self._winners
 
     @property
     def struck(self) -> Struck:
@@ -179,18 +188,19 @@ class TunedSchedules:
     def keep(self, work: str, winner: Winner) -> None:
         """Take what was found for a work, also in the file."""
         require_launches("a winner")
-        self._winners[work] = winner
-        self._write({work: winner})
+        self._winners[work] = self._unsaved[work] = winner
+        self._write()
 
     def strike(self, work: str, schedule: str, reason: str) -> None:
         """Withdraw a candidate for good, also in the file."""
         require_launches("the withdrawal of a schedule")
         self._struck.setdefault(work, {})[schedule] = reason
-        self._write({})
+        self._write()
 
     def ignore(self, work: str, reason: str) -> None:
         """Warn once that a winner is not used."""
         self._winners.pop(work, None)
+        self._unsaved.pop(work, None)
         self._tell("winner", f"{self.path}: the winner of {work} is ignored: {reason}.")
 
     def _read(self) -> _Found:
@@ -205,22 +215,24 @@ class TunedSchedules:
             self._tell("read", f"{self.path} is ignored ({reason}); `tune` measures it again.")
             return _Found()
 
-    def _write(self, fresh: Mapping[str, Winner]) -> None:
+    def _write(self) -> None:
         if self.path is not None:
             try:
-                _make_own(self.path.parent)
+                was_own = _make_own(self.path.parent)
                 # Without the lock, two processes that write at once could lose what one found.
                 with _locked(self.path.with_suffix(".lock")):
-                    self._merge(self._read(), fresh)
+                    self._merge(self._read() if was_own else _Found())
                     self._replace(self.path)
+                self._unsaved.clear()
             except OSError as error:
                 text = f"{self.path} cannot be written ({error}); winners last for this process."
                 self._tell("write", f"{text} Set {CACHE_VARIABLE} to a directory with room.")
         forget_picks()
 
-    def _merge(self, found: _Found, fresh: Mapping[str, Winner]) -> None:
-        """Add what the file has. It is newer than what was read before, and older than `fresh`."""
-        self._winners = self._winners | found.winners | dict(fresh)
+    def _merge(self, found: _Found) -> None:
+        """Add what the file has. It is newer than what was read or written before, and older than
+        what could not be written yet."""
+        self._winners = self._winners | found.winners | self._unsaved
         for work, reasons in found.struck.items():
             self._struck[work] = reasons | self._struck.get(work, {})
 
@@ -253,7 +265,10 @@ _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, Recursion
 def _own_text(path: Path) -> str:
     """The text of a file that only this user can have written; PermissionError for any other."""
     with os.fdopen(_own_descriptor(path, os.O_RDONLY), encoding="utf-8") as file:
-        _require_own(path.parent, os.stat(path.parent))
+        _require_own(path.parent, os.lstat(path.parent))
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes, and no such file has more than {MOST_BYTES}")
         return file.read()
 
 
@@ -282,15 +297,21 @@ def _own_descriptor(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _make_own(folder: Path) -> None:
+def _make_own(folder: Path) -> bool:
+    """Make a folder that is this user's alone, and say whether only this user could write there
+    before."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.stat(folder)
-    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != 0o700:
+    found = os.lstat(folder)
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if is_own and stat.S_IMODE(found.st_mode) != 0o700:
         folder.chmod(0o700)
-    _require_own(folder, os.stat(folder))
+    _require_own(folder, os.lstat(folder))
+    return not found.st_mode & 0o022
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise PermissionError(f"{path} is a link")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to user {found.st_uid}")
     if found.st_mode & 0o022:

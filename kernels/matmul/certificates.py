@@ -111,13 +111,13 @@ class Certificates:
     """Findings by key, in one file.
 
     Args:
-        path: the file; read now, rewritten when a finding is added.
+        path: the file; read now, rewritten when a finding is added. None keeps them in memory.
         identity: device and versions that the findings hold for; a file of others is replaced.
         compare: (key, number of rows) -> elements that differ between library and Triton.
     """
 
     def __init__(
-        self, path: Path, identity: Mapping[str, str], compare: Callable[[Key, int], int]
+        self, path: Path | None, identity: Mapping[str, str], compare: Callable[[Key, int], int]
     ) -> None:
         self._path = path
         self._identity = dict(identity)
@@ -191,6 +191,8 @@ class Certificates:
         self._write()
 
     def _read(self) -> dict[str, Certificate]:
+        if self._path is None:
+            return {}
         try:
             content = json.loads(self._path.read_text("utf-8"))
             if content["identity"] != self._identity:
@@ -207,13 +209,15 @@ class Certificates:
             return {}
 
     def _write(self) -> None:
+        if self._path is None:
+            return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Without the lock, two processes that write at once could lose what one has struck.
             with self._path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._merge()
-                self._replace()
+                self._replace(self._path)
         except OSError as error:
             warnings.warn(
                 f"certificate file {self._path} cannot be written ({error}); certificates last "
@@ -230,15 +234,15 @@ class Certificates:
             mine.rows = sorted({*mine.rows, *other.rows})
             mine.gain = mine.gain or other.gain
 
-    def _replace(self) -> None:
+    def _replace(self, path: Path) -> None:
         content = {
             "identity": self._identity,
             "findings": {name: vars(self._findings[name]) for name in sorted(self._findings)},
         }
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
-        Path(name).replace(self._path)
+        Path(name).replace(path)
 
 
 @dataclass(frozen=True)

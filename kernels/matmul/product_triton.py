@@ -200,8 +200,7 @@ def matmul_fwd(
     c = _matmul_fake(a, b, bias, layout, out_dtype)
     m, k = a.shape
     n = c.shape[1]
-    if b.stride(1) != 1 and b.stride(0) == 1:
-        b, layout = b.t(), "nn" if layout == "nt" else "nt"
+    b, layout = as_read(b, layout)
     fits = takes_descriptors(a, b, c)
     if schedule is None:
         tma = fits and has_tma(a.device)
@@ -223,6 +222,13 @@ def matmul_fwd(
             a, b, c, bias, m, n, k, *a.stride(), bk, bn, c.stride(0), **options
         )  # fmt: skip
     return c
+
+
+def as_read(b: Tensor, layout: str) -> tuple[Tensor, str]:
+    """`b` and the layout as kernels read them: with dense rows, if it has any."""
+    if b.stride(1) != 1 and b.stride(0) == 1:
+        return b.t(), "nn" if layout == "nt" else "nt"
+    return b, layout
 
 
 def launch_options(schedule: Schedule) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.tuned_schedules import picked_once, tuned_schedules
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
+from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, as_read, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import pick, product_work
 
 
@@ -45,8 +45,12 @@ def audit_winner(a: Tensor, b: Tensor, bias: Tensor | None, layout: str, y: Tens
     Operands are those of `matmul_fwd`, without gradients. Nothing is computed while a CUDA graph is
     captured. While kernels compile ahead, an audit's is compiled and nothing counted.
     """
+    if tuned_schedules(a.device).is_empty:
+        return
     (m, k), n = a.shape, y.shape[1]
-    tuned = _tuned_product(m, n, k, a.dtype, layout, y.dtype, a.device)
+    b, layout = as_read(b, layout)
+    tma = a.dtype != torch.float32 and has_tma(a.device) and takes_descriptors(a, b, y)
+    tuned = _tuned_product(m, n, k, a.dtype, layout, tma, y.dtype, a.device)
     if tuned is None or _capturing(a.device) or not (compiles_only() or audit.due()):
         return
     rows = audit.sampled_rows(m, a.device)
@@ -60,10 +64,9 @@ def audit_winner(a: Tensor, b: Tensor, bias: Tensor | None, layout: str, y: Tens
 
 @picked_once
 def _tuned_product(
-    m: int, n: int, k: int, dtype: torch.dtype, layout: str, out_dtype: torch.dtype,
+    m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool, out_dtype: torch.dtype,
     device: torch.device,
 ) -> TunedProduct | None:  # fmt: skip
-    tma = dtype != torch.float32 and has_tma(device)
     work = product_work(layout, dtype, out_dtype, tma, m, n, k)
     winner = tuned_schedules(device).winner(work)
     return None if winner is None else TunedProduct(device, work, winner.schedule)

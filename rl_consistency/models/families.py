@@ -131,6 +131,13 @@ def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
     return getattr(holder, "sliding_window", None)
 
 
+SIZES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
+)
+"""Settings that are positive where a family has them."""
+
+
 def check_config(config: PreTrainedConfig) -> None:
     """UnsupportedModelError naming every setting whose arithmetic is not covered."""
     modeling(config)
@@ -142,12 +149,16 @@ def check_config(config: PreTrainedConfig) -> None:
     if other_layers:
         covered = ", ".join(LAYER_TYPES)
         problems.append(f"layer types {', '.join(other_layers)} (covered: {covered})")
+    for name in SIZES:
+        if (size := getattr(config, name, 1)) < 1:
+            problems.append(f"{name}={size} (covered: 1 or more)")
     layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
-    if layers < 1:
-        problems.append(f"num_hidden_layers={layers} (covered: 1 or more)")
     if types is not None and len(types) < layers:
         problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
-    heads: int = config.num_attention_heads
+    heads: int = max(config.num_attention_heads, 1)
+    if (kv_heads := config.num_key_value_heads) and kv_heads > 0 and heads % kv_heads:
+        problems.append(f"num_attention_heads={heads} for num_key_value_heads={kv_heads} (covered: "
+                        "a multiple of it)")  # fmt: skip
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
         covered = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"

@@ -74,7 +74,7 @@ def policy_config(model: nn.Module) -> tuple[Any, torch.dtype]:
     """The configuration and the dtype of a model, under any wrapper."""
     policy = unwrapped(model)
     config = getattr(policy, "config", None)
-    parameter = next(policy.parameters(), None)
+    parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
     if config is None or parameter is None:
         raise TypeError(
             f"tune takes a Hugging Face causal LM, got {type(model).__name__}; give the model "

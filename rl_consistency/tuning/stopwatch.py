@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
+from rl_consistency.tuning.work import UNABLE, does_not_compile
 
 Call = Callable[[], object]
 Timer = Callable[[int], float]
@@ -49,8 +50,13 @@ class ColdDevice:
         return float(free + held)
 
     def prepare(self, calls: Sequence[Call]) -> None:
-        """Compile what the calls launch, side by side."""
-        compile_ahead(calls)
+        """Compile what the calls launch, side by side. What does not compile says so again when it
+        is called."""
+        try:
+            compile_ahead(calls)
+        except UNABLE as error:
+            if not does_not_compile(error):
+                raise
 
     def timers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, Timer]:
         """Warm up, and give for each name what times one call in a graph of all of its calls."""

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 Shape = Mapping[str, Any]
 """Names of sizes and their values."""
 
 Op = Callable[..., Any]
 """Operands -> a tensor or a tuple of tensors; may write into its operands."""
+
+
+UNABLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)
+"""What a candidate raises that does not fit; of RuntimeErrors, only the compiler's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class Comparison:
     struck: dict[str, str]
     """Candidates with other bytes: why."""
     unable: dict[str, str]
-    """Candidates that do not fit this device: why."""
+    """Candidates that do not fit this device or do not compile for it: why."""
     differing: dict[str, int]
     """Elements of each other way that differ from the reference."""
 
@@ -98,8 +103,8 @@ def compare(work: Work, operands: tuple[Tensor, ...], only: tuple[str, ...] = ()
         call = work.candidates.get(name) or work.others[name]
         try:
             result = call(*(x.clone() for x in operands))
-        except OutOfResources as error:
-            if name == work.default:
+        except UNABLE as error:
+            if name == work.default or not does_not_compile(error):
                 raise
             found.unable[name] = str(error)
             continue
@@ -114,6 +119,11 @@ def compare(work: Work, operands: tuple[Tensor, ...], only: tuple[str, ...] = ()
             continue
         found.equal[name] = call
     return found
+
+
+def does_not_compile(error: Exception) -> bool:
+    """Whether one of `UNABLE` says that a schedule does not fit the device, or does not compile."""
+    return not isinstance(error, RuntimeError) or "PassManager::run failed" in str(error)
 
 
 def _differing(a: Tensor, b: Tensor) -> int:

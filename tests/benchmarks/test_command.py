@@ -76,6 +76,11 @@ def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys)
     assert results.meta["command"] == f"python -m benchmarks ops --json {file}"
     assert command.main(["compare", str(file), str(file)]) == 0
     assert "gradient_fold" in capsys.readouterr().out
+    missing = tmp_path / "typo.json"
+    assert command.main(["compare", str(missing), str(file)]) == 2
+    assert f"{missing} does not exist" in capsys.readouterr().err
+    file.write_text("[" * 100_000)
+    assert command.main(options) == 2
     file.write_text("{")
     assert command.main(options) == 2
     assert f"{file} is no results file" in capsys.readouterr().err

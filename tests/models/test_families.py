@@ -119,10 +119,21 @@ def test_an_attribute_read_as_a_window_gives_another_number(monkeypatch):
         assert (model(input_ids=ids).logits - right).abs().max() > 1
 
 
-def test_a_model_without_layers_is_refused():
+@pytest.mark.parametrize("size", [0, -64])
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("name", families.SIZES)
+def test_a_size_that_is_not_positive_is_named(preset, name, size):
+    config = preset_config(preset)
+    if hasattr(config, name):
+        setattr(config, name, size)
+        with pytest.raises(UnsupportedModelError, match=f"{name}={size}"):
+            families.check_config(config)
+
+
+def test_heads_that_do_not_share_key_heads_evenly_are_named():
     config = preset_config("tiny-llama")
-    config.num_hidden_layers = 0
-    with pytest.raises(families.UnsupportedModelError, match="num_hidden_layers=0"):
+    config.num_attention_heads, config.num_key_value_heads = 4, 3
+    with pytest.raises(UnsupportedModelError, match="num_attention_heads=4 .*value_heads=3"):
         families.check_config(config)
 
 

@@ -2,10 +2,13 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from triton.runtime.errors import PTXASError
 
+from rl_consistency.tuning import stopwatch
 from rl_consistency.tuning.stopwatch import COPIES_LIMIT, ColdDevice, interleaved
 
 
@@ -37,6 +40,17 @@ def test_copies_exceed_the_cache_twice_over(operand_bytes, copies):
     device = ColdDevice.__new__(ColdDevice)
     device.device, device.cache_bytes = torch.device("cpu"), 50
     assert device.copies(operand_bytes) == copies
+
+
+def test_what_does_not_compile_ahead_is_left_to_the_call_and_other_errors_are_not(monkeypatch):
+    bench = ColdDevice.__new__(ColdDevice)
+    for error, passes in ((PTXASError("died"), True), (RuntimeError("CUDA error"), False)):
+        monkeypatch.setattr(stopwatch, "compile_ahead", Mock(side_effect=error))
+        if passes:
+            bench.prepare([])
+        else:
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                bench.prepare([])
 
 
 class FakeGraph:

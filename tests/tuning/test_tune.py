@@ -91,4 +91,7 @@ def test_without_write_access_winners_are_in_force_in_this_process(works, bench,
 def test_a_cpu_has_nothing_to_tune():
     with pytest.raises(ValueError, match="nothing to tune on cpu: the CPU has one schedule"):
         tune(build_preset("tiny-llama"))
+    for wrong in (None, 3, object()):
+        with pytest.raises(TypeError, match="tune takes a Hugging Face causal LM, got"):
+            tune(wrong)
     assert rl_consistency.tune is tune

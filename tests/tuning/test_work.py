@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from rl_consistency.kernels.core.tuned_schedules import rows_bucket
 from rl_consistency.tuning.work import compare, fewer_rows, with_fewer
@@ -46,6 +46,31 @@ def test_a_candidate_that_does_not_fit_is_named_and_a_default_that_does_not_is_a
     assert "shared memory" in compare(work, work.operands()).unable["large"]
     with pytest.raises(OutOfResources):
         compare(make_work({"large": too_large}), work.operands())
+
+
+@pytest.mark.parametrize(
+    "error", [PTXASError("ptxas died"), RuntimeError("PassManager::run failed")], ids=repr
+)
+def test_a_candidate_that_does_not_compile_is_named_and_the_others_go_on(
+    make_work, candidate, error
+):
+    def broken(x):
+        raise error
+
+    work = make_work({"own": candidate(1.0), "broken": broken, "last": candidate(1.0)})
+    found = compare(work, work.operands())
+    assert found.unable == {"broken": str(error)} and set(found.equal) == {"own", "last"}
+    with pytest.raises(type(error)):
+        compare(make_work({"broken": broken}), work.operands())
+
+
+def test_an_error_of_the_device_is_not_taken_for_one_of_the_compiler(make_work, candidate):
+    def lost(x):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    work = make_work({"own": candidate(1.0), "lost": lost})
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        compare(work, work.operands())
 
 
 def test_only_some_are_run_beside_the_default(make_work, candidate):

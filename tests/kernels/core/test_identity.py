@@ -19,6 +19,12 @@ def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):
     assert cache_directory().parts[-2:] == (".cache", "rl_consistency")
 
 
+def test_without_a_home_there_is_a_warning_and_no_file(monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_CACHE", "~nobody_of_this_name/cache")
+    with pytest.warns(UserWarning, match="schedules last for this process.*RL_CONSISTENCY_CACHE"):
+        assert cache_file("schedules", {"device": "A GPU"}) is None
+
+
 def test_each_identity_has_its_own_file(monkeypatch, tmp_path):
     monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
     one, two = ({"device": "A GPU", "driver": driver} for driver in "12")

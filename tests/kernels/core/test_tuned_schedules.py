@@ -270,6 +270,51 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(path, monkeypatch):
     assert set(quiet(path).winners) == {"work", "other", "more", "later"}
 
 
+def test_what_could_not_be_written_outlasts_the_older_file(path, monkeypatch):
+    opened(path).keep("work", FAST)
+    store = quiet(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dump", full_disk)
+        with pytest.warns(UserWarning, match="No space left on device"):
+            store.keep("work", FASTER)
+        store.keep("other", FAST)
+        assert store.winners == {"work": FASTER, "other": FAST}
+    store.keep("later", FAST)
+    assert quiet(path).winners == {"work": FASTER, "other": FAST, "later": FAST}
+    # What another process finds after that is newer than what was written.
+    opened(path).keep("work", FAST)
+    store.keep("more", FAST)
+    assert store.winner("work") == FAST
+
+
+def test_a_folder_that_is_a_link_is_left_alone(path, tmp_path):
+    target = tmp_path / "project"
+    target.mkdir(mode=0o755)
+    target.chmod(0o755)
+    path.parent.symlink_to(target)
+    store = opened(path)
+    with pytest.warns(UserWarning, match=f"{FOLDER} is a link"):
+        store.keep("work", FAST)
+    assert store.winner("work") == FAST
+    assert target.stat().st_mode & 0o777 == 0o755 and not any(target.iterdir())
+
+
+def test_a_file_that_was_ignored_for_its_folder_is_not_adopted_later(path):
+    opened(path).keep("work", FAST)
+    path.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="others may write to"):
+        store = opened(path)
+    store.keep("other", FAST)
+    assert store.winners == quiet(path).winners == {"other": FAST}
+
+
+def test_a_huge_file_is_not_read(path):
+    opened(path).keep("work", FAST)
+    os.truncate(path, 1 << 40)
+    with pytest.warns(UserWarning, match="no such file has more than"):
+        assert opened(path).winners == {}
+
+
 def test_a_device_without_schedules_keeps_nothing_on_disk(alone, tmp_path, monkeypatch):
     monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
     tuned_schedules(CPU).keep("work", FAST)

@@ -54,6 +54,19 @@ def test_a_winner_runs_with_the_same_bytes_and_is_audited(operands, monkeypatch)
     assert report.struck == report.struck_schedules == []
 
 
+def test_a_product_of_a_transposed_weight_is_audited_where_it_found_its_winner(operands):
+    a, b = operands
+    b = b.t().contiguous().t()
+    assert not b.is_contiguous()
+    tuned_schedules(CPU).keep(WORK, Winner(OTHER.name, 1.0, 2.0))
+    product((a, b))
+    assert schedule_audit().audited == 0  # read as [K, N], whose rule has no winner
+    work = product_work("nn", BF16, BF16, False, M, N, K)
+    tuned_schedules(CPU).keep(work, Winner(OTHER.name, 1.0, 2.0))
+    product((a, b))
+    assert schedule_audit().audited == 1
+
+
 def test_a_wrong_winner_in_the_cache_is_found_struck_and_not_used_again(operands, monkeypatch):
     """The mutant: a cache names a candidate whose product is wrong on this device."""
     expected = product(operands)
