@@ -12,8 +12,9 @@ blocks back and waits before all others. It keeps its tokens and logprobs, and c
 values of all of them once admitted again.
 
 **Failure**: a sequence with a logprob that is not finite may owe it to blocks that another computed
-(see `BlockManager`). If it borrowed any it starts over alone; its own failure is that of its own
-tokens.
+(see `BlockManager`), or to a wrong guess behind its last token. Then it starts over alone, without
+blocks of others and without guesses: if it fails again it is by its own tokens. Another sample with
+the same tokens then fails without starting over.
 
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
 draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
@@ -28,6 +29,7 @@ from heapq import heapify, heappop, heappush
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.statistics import RolloutStatistics
 
@@ -84,6 +86,7 @@ class Scheduler:
         self._refused_with = 0  # blocks free then, less those kept for others
         self._running: list[RolloutSequence] = []  # in order of admission
         self._num_left = 0  # of these, ended since the list was last cleaned
+        self._hopeless: set[tuple[SamplingParams, tuple[int, ...]]] = set()  # failed by themselves
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_waiting = 0
         self._num_arrived = 0
@@ -105,7 +108,7 @@ class Scheduler:
         sitting_out = sum(
             s.num_drafted > 0 or (s.num_pending > 0 and s.speculator.length(s.num_tokens + 1) > 0)
             for s in self._running
-            if s.speculator is not None and s.slot is not None
+            if s.speculator is not None and s.drafts and s.slot is not None
         )
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
@@ -175,7 +178,10 @@ class Scheduler:
             num_generated += num_tokens - known
             if sequence.error is not None:
                 self._blocks.distrust(sequence)
-                if sequence.num_borrowed_blocks:
+                failed = sequence.params, tuple(sequence.token_ids)
+                if not sequence.num_borrowed_blocks and not chunk.draft:
+                    self._hopeless.add(failed)
+                elif failed not in self._hopeless:
                     self._start_over(sequence)
                     continue
             if known == sequence.num_prompt_tokens:
@@ -223,6 +229,7 @@ class Scheduler:
     def _start_over(self, sequence: RolloutSequence) -> None:
         """Queue a sequence that failed, its tokens kept, to compute them from blocks of its own."""
         sequence.reopen()
+        self.statistics.started_over += 1
         sequence.alone = True
         sequence.num_void, sequence.num_pending, sequence.num_drafted = sequence.num_pending, 0, 0
         if sequence.slot is None:
@@ -258,7 +265,7 @@ class Scheduler:
             if room <= 0:
                 break
             draft: tuple[int, ...] | None = ()
-            if sequence.speculator is not None:
+            if sequence.drafts:
                 # Those behind it get a token each, or they would hold their blocks for nothing.
                 draft = self._draft(sequence, room - (len(self._running) - 1 - place))
                 if draft is None:

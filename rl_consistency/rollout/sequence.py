@@ -48,14 +48,14 @@ class RolloutSequence:
     arrival: int = 0
     slot: int | None = None  # row of the runner's device state; None unless the sequence runs
     preempted: bool = False
-    """Whether it ever had to give its blocks back; it then waits before all others."""
+    """Whether it ever gave its blocks back or started over; it then waits before all others."""
     num_computed_tokens: int = 0
     num_pending: int = 0
     """0 or 1 when a step is scheduled. A draft under way counts as 1, however much of it holds."""
     num_drafted: int = 0
     """Length of the draft under way; its sequence is not scheduled again before the report."""
     alone: bool = False
-    """Whether it neither takes blocks that others computed nor gives its own."""
+    """Whether it takes no block that another computed, gives none, and does not draft."""
     num_void: int = 0  # steps under way for it whose reports are void
     block_table: list[int] = field(default_factory=list)  # physical block ids in logical order
     num_published_blocks: int = 0  # leading full blocks the block manager may share
@@ -79,6 +79,10 @@ class RolloutSequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_scheduled_tokens - self.num_computed_tokens
+
+    @property
+    def drafts(self) -> bool:
+        return self.speculator is not None and not self.alone
 
     @property
     def is_finished(self) -> bool:

@@ -10,11 +10,13 @@ class RolloutStatistics:
     """Counters since the engine last began to work, that is of one `generate` or `stream`."""
 
     steps: int = 0
-    prefill_tokens: int = 0  # tokens of prompts computed, and of preempted sequences computed again
+    prefill_tokens: int = 0
+    """Tokens of prompts computed, and of sequences computed again: preempted or started over."""
     decode_tokens: int = 0  # tokens generated
     prefix_hit_tokens: int = 0  # tokens found in the cache instead of computed
     replayed_prefills: int = 0  # steps whose chunks ran through CUDA graphs of prefill
     preemptions: int = 0
+    started_over: int = 0  # sequences computed again alone, since a logprob was not finite
     drafted_tokens: int = 0  # tokens guessed and verified
     accepted_tokens: int = 0  # those of them that were right
     discarded_rows: int = 0  # tokens sampled behind the end of a sample and thrown away
