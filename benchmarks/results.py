@@ -25,7 +25,8 @@ class Results:
 
     rows: tuple[Row, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """Device, versions, commit and kernels hash of the latest run, and `suites`: those of each."""
+    """Device, versions, commit and kernels hash of the latest run, and `suites`: those of each, and
+    whether it is `complete`, with its `parts` by model or seed where it was measured in some."""
 
     @property
     def bars(self) -> dict[str, dict[str, Any]]:
@@ -39,7 +40,7 @@ class Results:
         for name, bar in BARS.items():
             rows = self.of(*bar.suites)
             figure = bar.figure(rows)
-            whole = all(suite in suites and suites[suite]["complete"] for suite in bar.suites)
+            whole = all(suite in suites and _is_complete(suites[suite]) for suite in bar.suites)
             whole = whole and bar.covered(rows) and all(row.error is None for row in rows)
             reached = COMPARISONS[bar.sign]
             hit = figure is not None and math.isfinite(figure) and reached(figure, bar.bar)
@@ -65,9 +66,16 @@ class Results:
         first = next((i for i, r in enumerate(self.rows) if r.suite == suite), len(self.rows))
         kept = [r for r in self.of(suite) if not _is_of(r, only)]
         after = (r for r in self.rows[first:] if r.suite != suite)
-        suites = {**self.meta.get("suites", {}), suite: dict(record)}
+        suites = dict(self.meta.get("suites", {}))
+        parts = dict(suites.get(suite, {}).get("parts", {})) if only else {}
+        parts |= {str(value): record["complete"] for values in only.values() for value in values}
+        suites[suite] = dict(record) | ({"parts": parts} if parts else {})
         merged = (*self.rows[:first], *kept, *rows, *after)
         return Results(merged, {**self.meta, **meta, "suites": suites})
+
+
+def _is_complete(record: Mapping[str, Any]) -> bool:
+    return record["complete"] and all(record.get("parts", {}).values())
 
 
 def _is_of(row: Row, only: Part) -> bool:

@@ -184,6 +184,18 @@ def test_a_bar_over_random_shapes_needs_two_seeds():
     assert bar("gradient_fold_random", [fold(1), fold(2)])["met"]
 
 
+def test_a_part_that_was_cut_short_is_not_forgotten_when_another_was_not():
+    suite, results = "gradient_fold_random", Results()
+
+    def measured(seed, complete):
+        found = [row(suite, 2.0, shape={"seed": seed})]
+        return results.merged(suite, found, META, {"complete": complete}, only={"seed": [seed]})
+
+    for seed, complete, met in ((1, False, False), (2, True, False), (1, True, True)):
+        results = measured(seed, complete)
+        assert results.bars["gradient_fold_random"]["met"] is met, seed
+
+
 def test_an_error_in_an_earlier_part_of_a_suite_is_not_forgotten():
     failed = row("gradient_fold_random", None, shape={"seed": 1}, error="RuntimeError: x")
     fine = [row("gradient_fold_random", 2.0, shape={"seed": seed}) for seed in (1, 2)]
