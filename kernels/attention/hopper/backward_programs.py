@@ -85,12 +85,13 @@ def _heads_of_a_program(
         return group  # in one round all run at once, and the first tile takes all heads anyway
     steps = sum(cdiv(n - i, QUERIES) for n in layout.query_lens for i in range(0, n, KEYS)) / tiles
 
-    def cost(parts: int) -> float:
+    def cost(heads: int) -> float:
+        parts = cdiv(group, heads)
         waits = 1 + IDLE / (rounds * parts)
         return group * steps * waits + parts * (HANDOVER if parts > 1 else ALONE)
 
     # No part has one head: two take less time in every shape measured.
-    return cdiv(group, min(range(1, max(group // 2, 1) + 1), key=cost))
+    return min((cdiv(group, parts) for parts in range(1, max(group // 2, 1) + 1)), key=cost)
 
 
 def _listed(
