@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import rl_consistency.models.patch as patch_module
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.modules import LayerCall
@@ -65,6 +66,15 @@ def test_mixtral_normalises_whatever_its_routers_are_given():
         assert torch.equal(model(input_ids=ids).logits, right)
         with patch(model):
             assert torch.allclose(model(input_ids=ids).logits, right, rtol=1e-4, atol=1e-4)
+
+
+def test_mixtral_without_normalising_has_other_numbers(monkeypatch):
+    model, ids = build_preset("tiny-mixtral"), torch.tensor([SEQUENCES[1]])
+    with torch.no_grad():
+        right = model(input_ids=ids).logits
+        monkeypatch.setattr(patch_module, "normalizes", lambda config: False)
+        with patch(model):
+            assert (model(input_ids=ids).logits - right).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("op", ROUTED)
