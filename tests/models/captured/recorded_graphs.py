@@ -16,20 +16,39 @@ from rl_consistency.models.captured.layer_graphs import LayerGraphs
 
 
 class RecordedPieces(TorchDispatchMode):
-    """Stands for `GraphPieces`. What an op returned is kept, so no memory is used twice."""
+    """Stands for `GraphPieces`. What an op returned is kept, so no memory is used twice. A capture
+    writes nothing: what its ops wrote into older memory is put back."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, ...] | Between] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, found))
+        kwargs = kwargs or {}
+        written = zip(func._schema.arguments, args, strict=False)
+        for argument, value in (*written, *((None, v) for v in kwargs.values())):
+            if argument is None or (argument.alias_info and argument.alias_info.is_write):
+                self._keep(_tensors(value))
+        found = func(*args, **kwargs)
+        self._calls.append((func, args, kwargs, found))
+        self._made |= {x.untyped_storage().data_ptr() for x in _tensors(found)}
         return found
+
+    def _keep(self, tensors: list[Tensor]) -> None:
+        for x in tensors:
+            place = x.untyped_storage().data_ptr()
+            if place not in self._made and place not in self._before:
+                whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+                self._before[place] = whole, whole.clone()
 
     def capture(self, run: Callable[[], object]) -> None:
         with self:
             run()
+        for whole, before in self._before.values():
+            whole.copy_(before)
+        self._before.clear()
 
     def interrupt(self, between: Between) -> None:
         self._calls.append(between)
