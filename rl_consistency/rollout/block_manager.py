@@ -144,8 +144,7 @@ class BlockManager:
         sequence.num_published_blocks = 0
 
     def distrust(self, sequence: RolloutSequence) -> None:
-        """Let nobody find the contents of the sequence's blocks any more; who holds them keeps
-        them."""
+        """Take the contents of the sequence's blocks out of the cache; their holders keep them."""
         for block_id in sequence.block_table:
             self._forget(block_id)
 

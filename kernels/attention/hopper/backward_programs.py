@@ -78,7 +78,7 @@ def _heads_of_a_program(
     """The most query heads of a program: where few programs share the device, parts of the group
     wait less for one another than they cost."""
     if window is not None and window < layout.most_queries:
-        return group  # tiles have about equally many steps: nobody waits long
+        return group  # tiles have about equally many steps: waits are short
     tiles = sum(cdiv(n, KEYS) for n in layout.query_lens)
     rounds = tiles * kv_heads / multiprocessors
     if not 1 < rounds <= ROUNDS:
