@@ -98,7 +98,12 @@ def measure(
     keeps what it has."""
     for suite, suite_cases in suites.items():
         clocks, started, before = _clocks(), time.perf_counter(), results
-        replaces = bool(before.of(suite, only=only))
+        # Of several models, a suite may have cases of some alone.
+        part = {
+            name: [value for value in values if any(c.shape[name] == value for c in suite_cases)]
+            for name, values in only.items()
+        }
+        replaces = bool(before.of(suite, only=part))
         rows: list[Row] = []
         errors = 0
         for case in suite_cases:
@@ -114,7 +119,7 @@ def measure(
                 "errors": errors,
                 "complete": done and not errors,
             }
-            results = before.merged(suite, rows, meta, record, only=only)
+            results = before.merged(suite, rows, meta, record, only=part)
             if file is not None and (done or not replaces):
                 save(file, results)
         text = f"{suite}: {len(rows)} cases, {errors} errors, {time.perf_counter() - started:.0f} s"

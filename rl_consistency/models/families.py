@@ -156,9 +156,9 @@ def check_config(config: PreTrainedConfig) -> None:
     if types is not None and len(types) < layers:
         problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
     heads: int = max(config.num_attention_heads, 1)
-    if (kv_heads := config.num_key_value_heads) and kv_heads > 0 and heads % kv_heads:
-        problems.append(f"num_attention_heads={heads} for num_key_value_heads={kv_heads} (covered: "
-                        "a multiple of it)")  # fmt: skip
+    if (kv_heads := config.num_key_value_heads) > 0 and heads % kv_heads:
+        found = f"num_attention_heads={heads} for num_key_value_heads={kv_heads}"
+        problems.append(f"{found} (covered: a multiple of it)")
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
         covered = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"

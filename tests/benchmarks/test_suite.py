@@ -50,6 +50,18 @@ def test_a_run_is_recorded_with_what_it_ran_on(tmp_path):
     assert results.bars["gradient_fold_geomean"]["met"]
 
 
+def test_a_suite_records_the_models_that_it_has_cases_of():
+    def of(*names, run=good):
+        return [Case(work="step", shape={"model": name}, run=run) for name in names]
+
+    suites = {"dense": of("a", "b"), "sparse": of("c", run=raising(ValueError("no")))}
+    meta = run_meta(torch.device("cpu"), "python -m benchmarks train", "abc")
+    only = {"model": ["a", "b", "c"]}
+    found = suite.measure(suites, machine(), Results(), meta, only=only).meta["suites"]
+    assert found["dense"]["parts"] == {"a": True, "b": True}
+    assert found["sparse"]["parts"] == {"c": False}
+
+
 def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, capsys):
     file = tmp_path / "gpu.json"
     full = case(raising(torch.OutOfMemoryError("CUDA out of memory")))

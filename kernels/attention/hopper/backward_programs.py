@@ -28,8 +28,9 @@ programs for a part of the group: a tile begins at later queries, and its progra
 for them."""
 HANDOVER = 5
 """Steps that a program for a part of the group costs beside its own: among them to hand sums of dk
-and dv over. A program for all heads costs `ALONE`. Fitted to 27 shapes (docs/log.md)."""
+and dv over. Fitted to 27 shapes (docs/log.md)."""
 ALONE = 2
+"""Steps that a program for all heads costs beside its own. Fitted likewise."""
 IDLE = 0.5
 """The part of one round of programs that is spent waiting: each tile of keys keeps the pace of the
 first in every head, and ends with it. Fitted likewise."""
