@@ -2,7 +2,7 @@
 
 dq goes by tiles of queries, dk and dv by tiles of keys. Every gradient is one chain of matrix
 steps without atomics, so tiles may have any size. Both kernels compute the scores: seven products
-in all. `attention_bwd` prefers `hopper/backward.py`, which needs five, where it fits.
+in all. `attention_bwd` prefers the kernels with specialised warps in `hopper`, where they fit.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.backward_statistics_triton import delta_of
 from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
+from rl_consistency.kernels.attention.hopper import wide_backward
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, Schedule
 from rl_consistency.kernels.attention.tiles_triton import (
@@ -209,18 +210,16 @@ def attention_bwd(
             gradient.zero_()
     if layout.most_queries == 0:
         return dq, dk, dv
+    specialized = key_schedule if key_schedule and key_schedule.specialized else None
     if key_schedule is None and query_schedule is None:
-        fused = schedules.in_five_products(layout, do, q, k, v)
-    else:
-        fused = key_schedule is not None and key_schedule.specialized
-    if fused:
-        if query_schedule is not None or not schedules.admits(
-            schedules.FIVE_PRODUCTS, layout, do, q, k, v
-        ):
+        specialized = schedules.pick_specialized(layout, do, q, k, v)
+    if specialized is not None:
+        if query_schedule is not None or not schedules.admits(specialized, layout, do, q, k, v):
             raise ValueError(schedules.UNSPECIALIZED)
-        attention_backward_hopper.attention_hopper_bwd(
-            do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window
-        )
+        all_gradients = attention_backward_hopper.attention_hopper_bwd
+        if specialized is schedules.SEVEN_PRODUCTS:
+            all_gradients = wide_backward.attention_wide_bwd
+        all_gradients(do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window)
         return dq, dk, dv
     dim = schedules.padded(head_dim)
     delta = delta_of(do, out, dim)

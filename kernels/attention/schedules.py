@@ -21,8 +21,8 @@ NO_WINDOW = 1 << 30
 """The window of a call without one: longer than any sequence; a position plus it fits an int32."""
 UNSPECIALIZED = (
     "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes, rows 32 "
-    "bytes apart and a head_dim of 48 to 256, in the backward pass to 128; leave the schedule out "
-    "to have one chosen."
+    "bytes apart and a head_dim of 48 to 256, in the backward pass to 128 for five products and "
+    "from 129 for seven; leave the schedule out to have one chosen."
 )
 NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, a head_dim of at least "
@@ -88,7 +88,8 @@ class Schedule:
     descriptors: bool = False
     """Whether packed keys are read through tensor descriptors (sm_90)."""
     specialized: bool = False
-    """Whether warps are specialised (sm_90): `hopper/forward.py` and `hopper/backward.py`."""
+    """Whether warps are specialised (sm_90): `hopper/forward.py`, `hopper/backward.py` and
+    `hopper/wide_backward.py`."""
     ring: int = 0
     """Shared buffers through which `hopper/decode.py` copies paged keys and values (sm_90)."""
     spread: bool = False
@@ -138,16 +139,19 @@ BACKWARD_QUERIES = (
 )
 """dq by tiles of queries; the wide entry is for fp32 too."""
 FIVE_PRODUCTS = Schedule(rows=64, keys=128, warps=12, stages=2, descriptors=True, specialized=True)
+SEVEN_PRODUCTS = Schedule(rows=64, keys=64, warps=12, stages=2, descriptors=True, specialized=True)
 KEYS_DESCRIPTORS = Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True)
 BACKWARD_KEYS = (
     FIVE_PRODUCTS,
+    SEVEN_PRODUCTS,
     KEYS_DESCRIPTORS,
     BACKWARD_WIDE_DESCRIPTORS,
     BACKWARD_POINTERS,
     Schedule(rows=32, keys=64, warps=8, stages=1),
     BACKWARD_WIDE,
 )
-"""dk and dv by tiles of keys; `FIVE_PRODUCTS` computes dq as well."""
+"""dk and dv by tiles of keys; the specialised ones, of heads up to 128 and above, compute dq as
+well."""
 
 
 def pick_forward(
@@ -256,12 +260,15 @@ def pick_backward(described: Schedule, q: Tensor) -> Schedule:
     return described if has_tma(q.device) else BACKWARD_POINTERS
 
 
-def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
-    """Whether one kernel computes all gradients; `operands` are do, q, k and v."""
-    if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
-        return False
+def pick_specialized(layout: AttentionLayout, *operands: Tensor) -> Schedule | None:
+    """The specialised schedule of all gradients, if one can run; `operands` are do, q, k and v."""
     heads, head_dim = operands[1].shape[1:]
-    return chain_bytes(layout, heads, padded(head_dim)) <= CHAIN_BYTES
+    if admits(SEVEN_PRODUCTS, layout, *operands):
+        return SEVEN_PRODUCTS
+    if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
+        return None
+    fits = chain_bytes(layout, heads, padded(head_dim)) <= CHAIN_BYTES
+    return FIVE_PRODUCTS if fits else None
 
 
 def chain_bytes(layout: PackedSequences, heads: int, dim: int) -> int:
@@ -294,7 +301,10 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
         return True
     kind = PackedSequences if schedule.specialized else PagedAttention
     # Where rows are copied without descriptors, Triton sees multiples of 16 elements as aligned.
-    line, dims = (16, (64, 128)) if schedule is FIVE_PRODUCTS else (32, (64, 128, 256))
+    line, dims = {
+        FIVE_PRODUCTS: (16, (64, 128)),
+        SEVEN_PRODUCTS: (32, (256,)),
+    }.get(schedule, (32, (64, 128, 256)))
     if not isinstance(layout, kind) or not has_wgmma(operands[0].device):
         return False
     for x in operands:

@@ -80,7 +80,7 @@ def _load_queries(
         # Not unrolled: the addresses of all rows at once would not fit the registers.
         for which in range(2):
             for part in gl.static_range(DIM // width):
-                _load_rows(
+                load_rows(
                     base, q_bufs.index((first + which) * apart + part), part * width,
                     first_row + which * CONSUMER_ROWS, q_len * GROUP, stride_qt, stride_qh, GROUP,
                     HEAD_DIM,
@@ -94,7 +94,7 @@ def _load_queries(
 
 
 @gluon.jit
-def _load_rows(
+def load_rows(
     base, buffer, first_column, first, limit, stride_t, stride_h, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def produce(
                     + kv_head.to(gl.int64) * stride_vh
                 )
                 for part in gl.static_range(v_parts):
-                    _load_rows(
+                    load_rows(
                         base, v_bufs.index(slot * v_apart + part), part * v_width, 0, limit - start,
                         stride_vt, stride_vh, 1, HEAD_DIM,
                     )  # fmt: skip

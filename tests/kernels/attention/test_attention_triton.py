@@ -20,9 +20,10 @@ from rl_consistency.kernels.attention.schedules import (
     FIVE_PRODUCTS,
     LOG2E,
     PREFILL,
+    SEVEN_PRODUCTS,
     Schedule,
-    in_five_products,
     key_block,
+    pick_specialized,
 )
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.digest import first_difference
@@ -264,15 +265,16 @@ def test_a_ring_of_buffers_is_refused_where_there_is_none():
         attention_fwd(q, k, v, layout, 1.0, None, schedule=DECODE[0])
 
 
-def test_five_products_are_refused_where_they_cannot_run():
+def test_specialised_warps_are_refused_where_they_cannot_run():
     q, k, v, do = sequence(2, torch.bfloat16)
     layout = PackedSequences.of([0], [33])
     o, lse = attention_fwd(q, k, v, layout, 1.0, None)
     given = (do, q, k, v, o, lse, layout, 1.0, None)
     for choice in ({}, {"query_schedule": BACKWARD_QUERIES[0]}):
-        with pytest.raises(ValueError, match="specialised warps need sm_90"):
-            attention_bwd(*given, key_schedule=FIVE_PRODUCTS, **choice)
-    assert not in_five_products(layout, do, q, k, v)
+        for schedule in (FIVE_PRODUCTS, SEVEN_PRODUCTS):
+            with pytest.raises(ValueError, match="specialised warps need sm_90"):
+                attention_bwd(*given, key_schedule=schedule, **choice)
+    assert not pick_specialized(layout, do, q, k, v)
 
 
 def test_the_default_dtype_of_torch_changes_nothing():

@@ -24,13 +24,15 @@ from rl_consistency.kernels.attention.op import (
 from rl_consistency.kernels.attention.schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
+    BACKWARD_WIDE,
     DECODE,
     FIVE_PRODUCTS,
     PREFILL,
+    SEVEN_PRODUCTS,
     admits,
     backward_entries,
     forward_entries,
-    in_five_products,
+    pick_specialized,
 )
 from rl_consistency.kernels.attention.schedules import DECODE_DEEP as DEEP
 from rl_consistency.kernels.attention.schedules import DECODE_LAST as LAST
@@ -123,6 +125,10 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
 
 
+BORDERS = [1, 63, 64, 65, 127, 0, 128, 129, 191, 192, 193, 1000, 16, 2300]
+"""Lengths around the borders of a tile."""
+
+
 @pytest.fixture(params=[1, 2, 8], ids="{} heads".format)
 def programs(request, monkeypatch):
     """For how many heads the programs of the backward pass are."""
@@ -133,18 +139,19 @@ def programs(request, monkeypatch):
     )
 
 
-def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
-    """Keys that wait for one another against two kernels that wait for nothing."""
+def assert_specialised_warps_give_the_bytes_of_plain_kernels(case, lengths, schedule):
+    """Also where a row of another sequence lies behind the last one."""
     starts = [sum(lengths[:i]) + 16 * i for i in range(len(lengths))]
     q, k, v, do = drawn(case, starts[-1] + lengths[-1] + 16, 0)
     layout = PackedSequences.of(starts, lengths)
-    if not admits(FIVE_PRODUCTS, layout, do, q, k, v):
+    if not admits(schedule, layout, do, q, k, v):
         pytest.skip("needs sm_90")
     o, lse = attention_fwd(q, k, v, layout, *case.options.values())
     call = partial(attention_bwd, do, q, k, v, o, lse, layout, *case.options.values())
-    two_kernels = call(query_schedule=BACKWARD_QUERIES[0])
+    plain = BACKWARD_WIDE if case.dim > 128 else BACKWARD_QUERIES[0]
+    two_kernels = call(query_schedule=plain)
     for _ in range(5):
-        assert all_same(call(key_schedule=FIVE_PRODUCTS), two_kernels)
+        assert all_same(call(key_schedule=schedule), two_kernels)
 
 
 @pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
@@ -153,9 +160,8 @@ def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
 def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads, programs):
     """Every length around the borders of a tile, so short that most programs are the first and the
     last."""
-    assert_five_products_give_the_bytes_of_two_kernels(
-        Case(dtype, dim, window, heads, kv_heads),
-        [1, 63, 64, 65, 127, 0, 128, 129, 191, 192, 193, 1000, 16, 2300],
+    assert_specialised_warps_give_the_bytes_of_plain_kernels(
+        Case(dtype, dim, window, heads, kv_heads), BORDERS, FIVE_PRODUCTS
     )
 
 
@@ -178,7 +184,17 @@ def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, k
 )
 def test_long_chains_of_dq_handed_on_give_the_same_bytes(case, lengths, programs):
     """More programs of a sequence than run at a time, and groups of one to eight heads."""
-    assert_five_products_give_the_bytes_of_two_kernels(case, lengths)
+    assert_specialised_warps_give_the_bytes_of_plain_kernels(case, lengths, FIVE_PRODUCTS)
+
+
+@pytest.mark.parametrize("dim", [144, 192, 256])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
+def test_backward_of_wide_heads_gives_the_bytes_of_plain_kernels(
+    dim, window, dtype, heads, kv_heads
+):
+    case = Case(dtype, dim, window, heads, kv_heads)
+    assert_specialised_warps_give_the_bytes_of_plain_kernels(case, BORDERS, SEVEN_PRODUCTS)
 
 
 def test_a_captured_backward_pass_gives_the_eager_bytes(programs):
@@ -197,13 +213,15 @@ def test_a_captured_backward_pass_gives_the_eager_bytes(programs):
         assert all_same(found, expected)
 
 
-def test_five_products_are_refused_where_they_cannot_run():
-    for case in (Case(FP32, 64), Case(BF16, 32), Case(BF16, 144)):
+def test_specialised_warps_are_refused_where_they_cannot_run():
+    wrong = [(Case(FP32, 64), FIVE_PRODUCTS), (Case(BF16, 32), FIVE_PRODUCTS)]
+    wrong += [(Case(BF16, 144), FIVE_PRODUCTS), (Case(BF16, 128), SEVEN_PRODUCTS)]
+    for case, schedule in wrong:
         q, k, v, do, layout = packed(case, [2])
         o, lse = attention_fwd(q, k, v, layout, *case.options.values())
         with pytest.raises(ValueError, match="specialised warps need sm_90"):
             attention_bwd(
-                do, q, k, v, o, lse, layout, *case.options.values(), key_schedule=FIVE_PRODUCTS
+                do, q, k, v, o, lse, layout, *case.options.values(), key_schedule=schedule
             )
 
 
@@ -213,7 +231,7 @@ def test_a_sum_of_dq_that_would_not_fit_is_made_by_two_kernels(monkeypatch):
     call = partial(attention_bwd, do, q, k, v, o, lse, layout, *MAIN.options.values())
     expected = call()
     monkeypatch.setattr(attention_schedules, "CHAIN_BYTES", 1 << 10)
-    assert not in_five_products(layout, do, q, k, v)
+    assert not pick_specialized(layout, do, q, k, v)
     assert all_same(call(), expected)
 
 
