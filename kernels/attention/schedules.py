@@ -61,6 +61,11 @@ def padded(head_dim: int) -> int:
     return max(next_power_of_2(head_dim), 16)
 
 
+def hopper_columns(head_dim: int) -> int:
+    """D as the kernels with specialised warps hold it: heads of 65 to 96 take no more than 96."""
+    return 96 if 64 < head_dim <= 96 else padded(head_dim)
+
+
 def reach(window: int | None) -> int:
     """A call's window as the kernels take it."""
     return NO_WINDOW if window is None else min(window, NO_WINDOW)
@@ -267,7 +272,7 @@ def pick_specialized(layout: AttentionLayout, *operands: Tensor) -> Schedule | N
         return SEVEN_PRODUCTS
     if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
         return None
-    fits = chain_bytes(layout, heads, padded(head_dim)) <= CHAIN_BYTES
+    fits = chain_bytes(layout, heads, hopper_columns(head_dim)) <= CHAIN_BYTES
     return FIVE_PRODUCTS if fits else None
 
 

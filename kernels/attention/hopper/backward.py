@@ -6,7 +6,8 @@ dv that earlier heads have. The bits are those of the two kernels of `backward_t
 computed once.
 
 A step is a tile of queries. To keep the matrix units busy, a step starts the next step's scores
-behind its own products, and computes dq before dk, so that dq leaves during dk's product.
+behind its own products, and computes dq before dk, so that dq leaves during dk's product. The
+columns of a head are held in one part or in two (`backward_parts`), and products come in as many.
 
 A program waits only for programs with lower ids (`backward_programs`). Devices start
 programs in the order of their ids, so those run already; no device promises this.
@@ -24,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -33,18 +33,33 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     ENTRY,
     KEYS,
     QUERIES,
-    ROW,
     STAGES,
-    chain_layout,
+    chain_buffer,
+    chain_view,
     copy_queries,
     count,
     empty_chains,
     fetch_chains,
     leave_chains,
+    query_layout,
     step_at,
     tiles_before,
     until,
     walk,
+)
+from rl_consistency.kernels.attention.hopper.backward_parts import (
+    add_product,
+    add_transposed_product,
+    buffer_at,
+    buffers,
+    finished,
+    load_rows,
+    load_sums,
+    parts_of,
+    start_scores,
+    store_sums,
+    write_rows,
+    zeros,
 )
 from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
 from rl_consistency.kernels.attention.hopper.tiles import (
@@ -54,57 +69,9 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     thread_barrier,
 )
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, padded, reach
+from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, hopper_columns, reach
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
-
-
-@gluon.jit
-def _rows(
-    X, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr, DIM: gl.constexpr
-):
-    """[KEYS, DIM] rows of one head, zeros past the sequence and from column HEAD_DIM on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
-    key = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    offset = (start_row + key).to(gl.int64) * stride_t + head * stride_h
-    pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
-    mask = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-    return gl.load(pointer, mask=mask, other=0.0)
-
-
-@gluon.jit
-def _write(
-    X, value, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr,
-    DIM: gl.constexpr,
-):  # fmt: skip
-    """Store HEAD_DIM columns of `value` [rows, DIM] in rows of one head, up to a sequence's end."""
-    layout: gl.constexpr = value.type.layout
-    rows: gl.constexpr = value.shape[0]
-    row = first + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    offset = (start_row + row).to(gl.int64) * stride_t + head * stride_h
-    pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
-    mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-    gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _sums_of(SUMS, entry, which: gl.constexpr, like):
-    """Where a program keeps its sums of dk (0) or dv (1), [KEYS, DIM]."""
-    layout: gl.constexpr = like.type.layout
-    columns: gl.constexpr = like.shape[1]
-    row = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)), 1)
-    dim = gl.expand_dims(gl.arange(0, columns, layout=gl.SliceLayout(0, layout)), 0)
-    first = (gl.load(entry + 5).to(gl.int64) * 2 + which) * (KEYS * columns)
-    return SUMS + first + row * columns + dim
-
-
-@gluon.jit
-def _product(own, rows, S: gl.constexpr):
-    """Start the product own rows^T, [KEYS, QUERIES]."""
-    nothing = gl.zeros([KEYS, QUERIES], gl.float32, S)
-    return warpgroup_mma(own, rows.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -142,7 +109,7 @@ def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
     time in every step."""
     after = gl.minimum(step + 1, steps - 1)
     mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
-    return _product(k_buf, q_bufs.index(after % STAGES), S)
+    return start_scores(k_buf, buffer_at(q_bufs, after % STAGES), S)
 
 
 @gluon.jit
@@ -153,13 +120,13 @@ def _send(
     """Round and store dq if these are its last keys, else leave it to `leave_chains`."""
     mbarrier.wait(free, step & 1 ^ 1)
     if ahead < KEYS:
-        _write(
-            dQ, dq * scale + 0.0, first_key + ahead, start_row, head, limit, stride_dqt,
-            stride_dqh, HEAD_DIM, DIM,
+        write_rows(
+            dQ, dq, scale, first_key + ahead, start_row, head, limit, stride_dqt, stride_dqh,
+            HEAD_DIM, DIM,
         )  # fmt: skip
     else:
-        view = out_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
-        view.store(dq)
+        for i in gl.static_range(len(dq)):
+            chain_view(out_buf[i]).store(dq[i])
         fence_async_shared()
 
 
@@ -172,57 +139,62 @@ def _consume(
 ):  # fmt: skip
     """The eight computing warps: five products per step; registers carry dk and dv [KEYS, DIM]."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
-    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
-    C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
+    PARTS: gl.constexpr = len(parts_of(DIM))
     columns: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = ds_bufs.dtype
     kv_head, first_head, heads, first_key, start_row, limit, first_tile, per_head = walk(
         place, GROUP, WINDOWED
     )
     window, num_tiles = place[4], place[5]
-    k_bufs.index(0).store(
-        _rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, HEAD_DIM, DIM)
-    )
-    v_bufs.index(0).store(
-        _rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, HEAD_DIM, DIM)
-    )
+    load_rows(
+        K, buffer_at(k_bufs, 0), first_key, start_row, kv_head, limit, stride_kt, stride_kh,
+        HEAD_DIM, DIM,
+    )  # fmt: skip
+    load_rows(
+        V, buffer_at(v_bufs, 0), first_key, start_row, kv_head, limit, stride_vt, stride_vh,
+        HEAD_DIM, DIM,
+    )  # fmt: skip
     fence_async_shared()
     thread_barrier()
-    dk = gl.zeros([KEYS, DIM], gl.float32, D)
-    dv = gl.zeros([KEYS, DIM], gl.float32, D)
+    dk = zeros(KEYS, DIM)
+    dv = zeros(KEYS, DIM)
     entry = place[0] + ENTRY * gl.program_id(0)
     before = first_head - kv_head * GROUP
     if before > 0:
         until(handed + gl.load(entry + 5), gl.cdiv(before, heads))
-        dk = gl.load(_sums_of(SUMS, entry, 0, dk))
-        dv = gl.load(_sums_of(SUMS, entry, 1, dv))
+        dk = load_sums(SUMS, entry, 0, dk, DIM)
+        dv = load_sums(SUMS, entry, 1, dv, DIM)
     steps = heads * per_head
     mbarrier.wait(full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=[_product(k_bufs.index(0), q_bufs.index(0), S)])
+    first = start_scores(buffer_at(k_bufs, 0), buffer_at(q_bufs, 0), S)
+    scores = warpgroup_mma_wait(0, deps=[first])
     for step in range(steps):
         head, ahead, _tile, slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
-        q_buf, do_buf = q_bufs.index(slot), do_bufs.index(slot)
+        q_buf, do_buf = buffer_at(q_bufs, slot), buffer_at(do_bufs, slot)
         zero = _zero(step)
-        k_buf, v_buf, ds_buf = k_bufs.index(zero), v_bufs.index(zero), ds_bufs.index(zero)
-        dp = _product(v_buf, do_buf, S)
+        k_buf, v_buf = buffer_at(k_bufs, zero), buffer_at(v_bufs, zero)
+        ds_buf = ds_bufs.index(zero)
+        dp = start_scores(v_buf, do_buf, S)
         lse = lse_buf.index(slot).load(columns)
         p = _probabilities(scores, lse, ahead, window, factor, WINDOWED)
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do_buf, dv, is_async=True)
+        dv = add_product(dv, p.to(dtype), do_buf)
         delta = gl.expand_dims(delta_buf.index(slot).load(columns), 0)
-        dp = warpgroup_mma_wait(1, deps=[dp])
+        dp = warpgroup_mma_wait(PARTS, deps=[dp])
         ds = (p * (dp - delta)).to(dtype)
         # A chain without earlier keys starts from zero.
         begun = tiles_before(first_key, ahead, window, WINDOWED) > 0
         mbarrier.wait(ready, step & 1)
-        view = in_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
-        dq = gl.where(begun, view.load(C), 0.0)
+        dq = ()
+        for i in gl.static_range(PARTS):
+            view = chain_view(in_buf[i])
+            dq = dq + (gl.where(begun, view.load(query_layout(view.shape[1])), 0.0),)
         ds_buf.store(ds)
         fence_async_shared()
         thread_barrier()
-        dq = warpgroup_mma(ds_buf.permute([1, 0]), k_buf, dq, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        dq = add_transposed_product(dq, ds_buf, k_buf)
+        dk = add_product(dk, ds, q_buf)
+        both = finished(dq + dv, PARTS)
+        dq, dv = both[:PARTS], both[PARTS:]
         _send(
             dQ, out_buf, free, dq, step, ahead, first_key, start_row, first_head + head,
             limit, scale, stride_dqt, stride_dqh, HEAD_DIM, DIM,
@@ -232,22 +204,22 @@ def _consume(
         coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
         thread_barrier()
         mbarrier.arrive(gone.index(slot), count=1)
-        dk = warpgroup_mma_wait(1, deps=[dk])
+        dk = finished(dk, PARTS)
         thread_barrier()
         mbarrier.arrive(done.index(slot), count=1)
         thread_barrier()
         scores = warpgroup_mma_wait(0, deps=[coming])
     if before + heads < GROUP:
-        gl.store(_sums_of(SUMS, entry, 0, dk), dk)
-        gl.store(_sums_of(SUMS, entry, 1, dv), dv)
+        store_sums(SUMS, entry, 0, dk, DIM)
+        store_sums(SUMS, entry, 1, dv, DIM)
         count(handed + gl.load(entry + 5))
     else:
-        _write(
-            dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh,
-            HEAD_DIM, DIM,
+        write_rows(
+            dK, dk, scale, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, HEAD_DIM,
+            DIM,
         )  # fmt: skip
-        _write(
-            dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM,
+        write_rows(
+            dV, dv, 1.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM,
             DIM,
         )  # fmt: skip
 
@@ -256,32 +228,34 @@ def _consume(
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_backward_hopper_kernel(
     K, V, dQ, dK, dV, SUMS, handed, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc,
-    programs, first_tiles, query_start, query_len, window, num_tiles, factor, scale,
-    stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
-    stride_dvt, stride_dvh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    q_rest, do_rest, chain_rest, programs, first_tiles, query_start, query_len, window, num_tiles,
+    factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt,
+    stride_dkh, stride_dvt, stride_dvh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv [Tkv, Hkv, HEAD_DIM] of one tile of keys of one KV head, and its part of dq
     [T, H, HEAD_DIM]. Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
     Grid: one program per entry of `programs`. STATISTICS and `counters` come from `statistics_of`,
     CHAINS (the sums of dq) from `empty_chains`. SUMS [places, 2, KEYS * DIM] fp32 holds dk and dv
-    between programs, `handed` [places] how many programs have added to them.
+    between programs, `handed` [places] how many programs have added to them. The descriptors
+    `*_rest` are of the second part of the columns, None where there is one part.
     """
     dtype: gl.constexpr = q_desc.dtype
-    owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    chain: gl.constexpr = [QUERIES * DIM // ROW, ROW]
-    copied: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, DIM], dtype)
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], copied)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], copied)
-    k_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
-    v_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
+    q_descs, do_descs, chain_descs = (q_desc,), (do_desc,), (chain_desc,)
+    if q_rest is not None:
+        q_descs, do_descs, chain_descs = (
+            (q_desc, q_rest), (do_desc, do_rest), (chain_desc, chain_rest)
+        )  # fmt: skip
+    q_bufs = buffers(dtype, STAGES, QUERIES, DIM)
+    do_bufs = buffers(dtype, STAGES, QUERIES, DIM)
+    k_bufs = buffers(dtype, 1, KEYS, DIM)
+    v_bufs = buffers(dtype, 1, KEYS, DIM)
     ds_bufs = gl.allocate_shared_memory(
         dtype, [1, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
     )
-    in_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
-    out_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
+    in_buf, out_buf = chain_buffer(chain_descs), chain_buffer(chain_descs)
     lse_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     delta_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     full, done = barriers(STAGES), barriers(STAGES)
@@ -304,14 +278,14 @@ def attention_backward_hopper_kernel(
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (copy_queries, (
-                q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
+                q_descs, do_descs, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
                 place, GROUP, DIM, WINDOWED,
             )),
             (fetch_chains, (
-                CHAINS, chain_desc, in_buf, counters, ready, gone, place, GROUP, DIM, WINDOWED,
+                CHAINS, chain_descs, in_buf, counters, ready, gone, place, GROUP, DIM, WINDOWED,
             )),
             (leave_chains, (
-                chain_desc, out_buf, counters, gone, free, place, GROUP, DIM, WINDOWED,
+                chain_descs, out_buf, counters, gone, free, place, GROUP, DIM, WINDOWED,
             )),
         ],
         [1, 1, 1],
@@ -333,14 +307,18 @@ def attention_hopper_bwd(
 ) -> None:
     """Fill `gradients`, that is dq, dk and dv."""
     heads, head_dim = q.shape[1:]
-    dim = padded(head_dim)
+    dim = hopper_columns(head_dim)
     kv_heads, device = k.shape[1], q.device
     dq, dk, dv = gradients
     tables = layout.tables(device)
     query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
     statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
-    chains, chain_desc = empty_chains(layout, heads, dim, device)
-    q_desc, do_desc = (head_descriptor(x, QUERIES.value, 1, dim) for x in (q, do))
+    chains, chain_descs = empty_chains(layout, heads, dim, device)
+    parts = [
+        (*(head_descriptor(x, QUERIES.value, 1, columns) for x in (q, do)), chain_desc)
+        for (_, columns), chain_desc in zip(parts_of(dim), chain_descs, strict=True)
+    ]
+    boxes, rest = [*parts, (None, None, None)][:2]
     programs = backward_programs(
         layout, device, kv_heads, heads // kv_heads, sm_count(device), window
     )
@@ -349,8 +327,7 @@ def attention_hopper_bwd(
         sums = torch.empty(programs.places, 2, KEYS.value * dim, dtype=torch.float32, device=device)
         handed = torch.zeros(programs.places, dtype=torch.int32, device=device)
     attention_backward_hopper_kernel[(len(entries),)](
-        k, v, dq, dk, dv, sums, handed, chains, statistics, counters, q_desc, do_desc, chain_desc,
-        entries,
+        k, v, dq, dk, dv, sums, handed, chains, statistics, counters, *boxes, *rest, entries,
         first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
         scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
         *dv.stride()[:2], GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim,

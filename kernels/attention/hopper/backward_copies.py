@@ -9,7 +9,8 @@ sums of the keys before its own, continues them, and stores them for the next ke
 tile of queries and head says how many tiles of keys have stored their sums.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from rl_consistency.kernels.attention.hopper.backward_parts import buffer_at, parts_of
 from rl_consistency.kernels.attention.hopper.backward_programs import NUMBERS
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 from rl_consistency.kernels.attention.layout import PackedSequences
@@ -33,7 +35,7 @@ QUERIES = gl.constexpr(FIVE_PRODUCTS.rows)
 STAGES = gl.constexpr(FIVE_PRODUCTS.stages)
 """Tiles of queries in shared memory; at D = 128 no third fits beside the chains."""
 ROW = gl.constexpr(256)
-"""fp32 sums in a row of the chains, as their descriptor sees them."""
+"""fp32 sums in a row of the chains, as their descriptors see them."""
 
 
 @gluon.jit
@@ -78,8 +80,17 @@ def tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
+def _copy_rows(descs, bufs, row, head, full, DIM: gl.constexpr):
+    """Start to copy the rows of QUERIES tokens of one head."""
+    PARTS: gl.constexpr = parts_of(DIM)
+    for i in gl.static_range(len(PARTS)):
+        buf = bufs[i].reshape([QUERIES, 1, PARTS[i][1]])
+        tma.async_copy_global_to_shared(descs[i], [row, head, PARTS[i][0]], full, buf)
+
+
+@gluon.jit
 def copy_queries(
-    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
+    q_descs, do_descs, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: fill the ring with q, do and the two statistics of each step's queries."""
@@ -93,13 +104,12 @@ def copy_queries(
         statistics = STATISTICS + tile.to(gl.int64) * (2 * QUERIES) + lane
         lse = gl.load(statistics)
         delta = gl.load(statistics + QUERIES)
-        at = [start_row + first_key + ahead, first_head + head, 0]
-        q_buf = q_bufs.index(slot).reshape([QUERIES, 1, DIM])
-        do_buf = do_bufs.index(slot).reshape([QUERIES, 1, DIM])
+        row = start_row + first_key + ahead
+        q_buf, do_buf = buffer_at(q_bufs, slot), buffer_at(do_bufs, slot)
         mbarrier.wait(done.index(slot), turn ^ 1)
         mbarrier.expect(full.index(slot), 2 * QUERIES * DIM * 2)
-        tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_buf)
-        tma.async_copy_global_to_shared(do_desc, at, full.index(slot), do_buf)
+        _copy_rows(q_descs, q_buf, row, first_head + head, full.index(slot), DIM)
+        _copy_rows(do_descs, do_buf, row, first_head + head, full.index(slot), DIM)
         lse_buf.index(slot).store(lse)
         delta_buf.index(slot).store(delta)
         thread_barrier()
@@ -108,15 +118,16 @@ def copy_queries(
 
 def empty_chains(
     layout: PackedSequences, heads: int, dim: int, device: torch.device
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, list[Any]]:
     """Memory for the chains, [heads * tiles * QUERIES * dim / ROW, ROW] fp32, and a descriptor of
-    it with one tile per box."""
-    box = [QUERIES.value * dim // ROW.value, ROW.value]
+    it for each part of the columns. A box is that part of one tile; the parts of a tile lie one
+    after the other."""
     # A descriptor needs memory even where no chain is read.
-    rows = max(chain_bytes(layout, heads, dim) // (4 * ROW.value), box[0])
-    chains = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
+    size = max(chain_bytes(layout, heads, dim) // 4, QUERIES.value * dim)
+    chains = torch.empty(size // ROW.value, ROW.value, dtype=torch.float32, device=device)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return chains, gluon_descriptor(chains, box, (rows, ROW.value), (ROW.value, 1), plain)
+    boxes = [(QUERIES.value * columns // ROW.value, ROW.value) for _, columns in parts_of(dim)]
+    return chains, [gluon_descriptor(chains, b, chains.shape, (ROW.value, 1), plain) for b in boxes]
 
 
 @gluon.constexpr_function
@@ -126,6 +137,32 @@ def chain_layout(dim):
     bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     bases += [[0, 1 << i] for i in range(3, (dim // 2).bit_length() - 1)]
     return gl.SharedLinearLayout(bases + [[16, 0], [32, 0], [0, dim // 2]])
+
+
+@gluon.constexpr_function
+def query_layout(columns):
+    """The layout of dq [QUERIES, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
+
+
+@gluon.jit
+def chain_buffer(chain_descs):
+    """Shared memory for the sums of one tile, as boxes of the descriptors."""
+    made = ()
+    for i in gl.static_range(len(chain_descs)):
+        made = made + (
+            gl.allocate_shared_memory(
+                gl.float32, chain_descs[i].block_shape, chain_descs[i].layout
+            ),
+        )
+    return made
+
+
+@gluon.jit
+def chain_view(buf):
+    """One part of `chain_buffer` as [QUERIES, columns]."""
+    columns: gl.constexpr = buf.shape[0] * ROW // QUERIES
+    return buf._reinterpret(gl.float32, [QUERIES, columns], chain_layout(columns))
 
 
 @gluon.jit
@@ -167,11 +204,12 @@ def _prefetch(place, size):
 
 @gluon.jit
 def fetch_chains(
-    CHAINS, chain_desc, in_buf, counters, ready, gone, place,
+    CHAINS, chain_descs, in_buf, counters, ready, gone, place,
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: at each step, wait for the earlier keys' sums of dq and copy them in."""
     SIZE: gl.constexpr = QUERIES * DIM
+    PARTS: gl.constexpr = parts_of(DIM)
     _kv_head, _first, heads, first_key, _row, _limit, first_tile, per_head = walk(
         place, GROUP, WINDOWED
     )
@@ -187,15 +225,16 @@ def fetch_chains(
         mbarrier.wait(gone.index(last % STAGES), (last // STAGES) & 1 ^ 1)
         if before > 0:
             mbarrier.expect(ready, SIZE * 4)
-            at = [tile * (SIZE // ROW), 0]
-            tma.async_copy_global_to_shared(chain_desc, at, ready, in_buf)
+            for i in gl.static_range(len(PARTS)):
+                at = [tile * (SIZE // ROW) + QUERIES * PARTS[i][0] // ROW, 0]
+                tma.async_copy_global_to_shared(chain_descs[i], at, ready, in_buf[i])
         else:
             mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
 def leave_chains(
-    chain_desc, out_buf, counters, gone, free, place,
+    chain_descs, out_buf, counters, gone, free, place,
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the sums of dq of each step to memory, and count them."""
@@ -203,13 +242,15 @@ def leave_chains(
         place, GROUP, WINDOWED
     )
     num_tiles = place[5]
+    PARTS: gl.constexpr = parts_of(DIM)
     for step in range(heads * per_head):
         _head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         mbarrier.wait(gone.index(slot), turn)
         # The last keys have rounded dq, which no program continues.
         if ahead >= KEYS:
-            at = [tile * (QUERIES * DIM // ROW), 0]
-            tma.async_copy_shared_to_global(chain_desc, at, out_buf)
+            for i in gl.static_range(len(PARTS)):
+                at = [tile * (QUERIES * DIM // ROW) + QUERIES * PARTS[i][0] // ROW, 0]
+                tma.async_copy_shared_to_global(chain_descs[i], at, out_buf[i])
             tma.store_wait(0)
             thread_barrier()
             mbarrier.arrive(free, count=1)

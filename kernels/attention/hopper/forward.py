@@ -24,7 +24,7 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
 from rl_consistency.kernels.attention.hopper.forward_tiles import Deal
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, barriers, head_descriptor
 from rl_consistency.kernels.attention.layout import AttentionLayout
-from rl_consistency.kernels.attention.schedules import PER_CALL
+from rl_consistency.kernels.attention.schedules import PER_CALL, hopper_columns
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
 
@@ -118,7 +118,7 @@ def attention_hopper_kernel(
 def attention_hopper_fwd(call: ForwardCall, layout: AttentionLayout, window: int | None) -> None:
     """Fill o and lse for tiles of 128 rows."""
     q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
-    dim = 96 if 64 < call.head_dim <= 96 else call.dim
+    dim = hopper_columns(call.head_dim)
     k_width = NARROW if dim == 96 else dim
     keys = head_descriptor(k, call.keys, 1, k_width)
     values = head_descriptor(v, call.keys, 1, WIDE if dim == 256 else k_width)

@@ -10,8 +10,9 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     chain_layout,
     empty_chains,
 )
+from rl_consistency.kernels.attention.hopper.backward_parts import parts_of
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import chain_bytes
+from rl_consistency.kernels.attention.schedules import chain_bytes, hopper_columns
 
 
 def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence():
@@ -20,18 +21,30 @@ def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence()
     assert chain_bytes(PackedSequences.of([], []), 4, 64) == 0
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("lens", [[1], [129, 0, 1], [128, 64]])
-def test_a_box_of_the_chains_is_a_tile_and_all_tiles_fit(dim, lens):
+def test_boxes_of_the_chains_are_a_tile_and_all_tiles_fit(dim, lens):
     layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
-    chains, descriptor = empty_chains(layout, 2, dim, torch.device("cpu"))
-    rows = QUERIES.value * dim // ROW.value
-    assert descriptor.block_shape == [rows, ROW.value] and chains.is_contiguous()
-    assert list(chains.shape) == descriptor.shape and len(chains) % rows == 0
+    chains, descriptors = empty_chains(layout, 2, dim, torch.device("cpu"))
+    assert len(chains) % (QUERIES.value * dim // ROW.value) == 0 and chains.is_contiguous()
+    for (_, columns), descriptor in zip(parts_of(dim), descriptors, strict=True):
+        assert descriptor.block_shape == [QUERIES.value * columns // ROW.value, ROW.value]
+        assert descriptor.shape == list(chains.shape)
     assert chains.numel() * 4 == (chain_bytes(layout, 2, dim) or 4 * QUERIES.value * dim)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 65, 80, 96, 97, 128])
+def test_parts_hold_all_columns_of_a_head_and_buffers_can_have_as_many(head_dim):
+    dim, end = hopper_columns(head_dim), 0
+    for first, columns in parts_of(dim):
+        assert first == end and columns.bit_count() == 1
+        # Rows of a box of the chains.
+        assert QUERIES.value * first % ROW.value == QUERIES.value * columns % ROW.value == 0
+        end += columns
+    assert head_dim <= dim == end
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_shared_memory_holds_a_chain_as_threads_do(dim):
     """Neighbouring lanes hold 16 bytes each, side by side: no two of a warp in one bank."""
     bases = chain_layout.fn(dim).offset_bases

@@ -154,7 +154,7 @@ def assert_specialised_warps_give_the_bytes_of_plain_kernels(case, lengths, sche
         assert all_same(call(key_schedule=schedule), two_kernels)
 
 
-@pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [48, 64, 72, 80, 88, 96, 128])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
 def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads, programs):
@@ -178,6 +178,10 @@ def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, k
         (Case(FP16, 128, heads=8), [5000, 1, 777, 4097, 130]),
         (Case(FP16, 64, window=64, heads=2), [5000, 200]),
         (Case(BF16, 80, heads=6), [4100, 1, 777, 130]),
+        (Case(BF16, 96, heads=16, kv_heads=8), [2048] * 8),
+        (Case(BF16, 96, window=1000, heads=8, kv_heads=1), [5000, 640, 3000]),
+        (Case(FP16, 88, window=64, heads=14), [1500, 127, 129, 5000]),
+        (Case(BF16, 72, heads=5, kv_heads=1), [1025, 63, 4100]),
         (Case(BF16, 112, window=500, heads=14), [2500, 300]),
     ],
     ids=str,
