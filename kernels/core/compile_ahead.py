@@ -1,20 +1,22 @@
 """Compiling the kernels of several calls side by side: it takes longer than running them.
 
 The calls run once in the calling thread, in a pass that launches nothing: it notes the kernels that
-Triton lacks. Threads then compile these, each kernel once, and build the C launchers. Both go to
-Triton's cache on disk, where later processes find them.
+Triton lacks. Child processes then compile these, each kernel once, and build the C launchers. Both
+go to Triton's cache on disk, where this process and later ones find them. What no child has left
+there, threads compile.
 
 Triton's front end, which reads a kernel's Python, holds the interpreter's lock. Its passes, LLVM
-and the assembler do not. With many threads the front ends, one after another, take the time.
+and the assembler do not. So in threads the front ends go one after another.
 
 In such a pass tensors hold whatever was in memory. So nothing may be concluded from them, counted
 or kept: code that does asks `compiles_only`, or is guarded by `require_launches`.
 
-State: the number of threads, and a lock: one thread at a time collects.
+State: the number of processes or threads, and a lock: one thread at a time collects.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -24,16 +26,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from triton.runtime import _async_compile, build, driver
+from triton import knobs
+from triton.runtime import _async_compile, build, cache, driver
 from triton.runtime.jit import JITCallable, JITFunction
 
+from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.device import INTERPRETED
 from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, launch_key
 
 Report = Callable[[int, int], None]
 """Called after each kernel with (kernels compiled, kernels in all)."""
 
-_threads = min(os.cpu_count() or 1, 16)
+_workers = min(os.cpu_count() or 1, 16)
 _turn = Lock()
 
 
@@ -49,10 +53,11 @@ class _Ours(local):
 _ours = _Ours()
 
 
-def use_threads(count: int) -> None:
-    """How many threads compile in this process from now on; for one that shares its cores."""
-    global _threads
-    _threads = count
+def use_workers(count: int) -> None:
+    """How many children or threads of this process compile from now on; for one that shares its
+    cores."""
+    global _workers
+    _workers = count
 
 
 def compiles_only() -> bool:
@@ -72,7 +77,8 @@ def compile_ahead(calls: Iterable[Callable[[], object]], report: Report | None =
     No kernel of Triton is launched, so what the calls compute is meaningless; torch's own kernels
     and other threads' launch as ever. No value that a kernel would have made may be an index.
     An error of a call passes through. An error of the compiler is raised when all other kernels
-    are compiled, with a note that names its kernel. An interrupt waits for the compilers that run.
+    are compiled, with a note that names its kernel. An interrupt ends the children, and waits for
+    threads that compile.
     """
     if INTERPRETED:
         return 0
@@ -90,16 +96,22 @@ class _Kernel:
 
     def __init__(
         self,
+        key: str,
         function: JITFunction[Any],
         compiled: Callable[[], Any],
         finish: Callable[[Any], None],
     ):
         self.function = function
-        self._compiled, self._finish = compiled, finish
+        self._key, self._compiled, self._finish = key, compiled, finish
         self._made: Any = None
 
+    def on_disk(self) -> bool:
+        """Whether Triton's cache holds it, as far as the names of its files say."""
+        folder = cache.get_cache_manager(hashlib.sha256(self._key.encode()).hexdigest())
+        return folder.has_file(f"{self.function.__name__[:150]}.json")
+
     def make(self) -> None:
-        """Compile, and build the launcher; any thread."""
+        """Compile, and build the launcher; any thread or child."""
         self._made = self._compiled()
         # Loading it is left to the first launch: launchers share a name, and threads that load them
         # at the same time may get each other's (Triton 3.6).
@@ -124,8 +136,8 @@ class _Collector:
     def submit(
         self, key: str, compiled: Callable[[], Any], finish: Callable[[Any], None]
     ) -> _Kernel:
-        """Note a kernel; `key` is the name of its cache entry on disk."""
-        return self.kernels.setdefault(key, _Kernel(self._function, compiled, finish))
+        """Note a kernel; the hash of `key` is the name of its cache entry on disk."""
+        return self.kernels.setdefault(key, _Kernel(key, self._function, compiled, finish))
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -183,7 +195,7 @@ def _source_length(function: JITFunction[Any]) -> int:
 
 
 def _compile(kernels: list[_Kernel], report: Report | None) -> None:
-    """Compile all in threads, then hand them to Triton in this one."""
+    """Compile all in children, the rest in threads, and hand them to Triton in this thread."""
     load, parse, parsing = build._load_module_from_path, JITCallable.parse, Lock()
 
     def unloaded(name: str, path: str) -> Any:
@@ -198,32 +210,53 @@ def _compile(kernels: list[_Kernel], report: Report | None) -> None:
     if not kernels:
         return
     device = torch.cuda.current_device()
+    left, errors = dict(enumerate(kernels)), []
+    fresh = [number for number, kernel in left.items() if not kernel.on_disk()]
+
+    def make(place: int) -> None:
+        _ours.builds = True
+        kernels[fresh[place]].make()
 
     def begin() -> None:
         torch.cuda.set_device(device)  # a thread starts on the first one
         _ours.builds = True
 
-    errors: list[tuple[str, BaseException]] = []
     with (
         _bound(build, "_load_module_from_path", unloaded),
         _bound(JITCallable, "parse", parsed),
-        ThreadPoolExecutor(min(_threads, len(kernels)), initializer=begin) as pool,
     ):
-        made: dict[Future[None], _Kernel] = {pool.submit(k.make): k for k in kernels}
+        # A child takes about as long to start as a kernel takes to read.
+        if min(_workers, len(fresh)) > 1 and not knobs.compilation.always_compile:
+            for place in finished_in_children(make, len(fresh), _workers):
+                left.pop(fresh[place]).result()  # read from the disk
+                if report is not None:
+                    report(len(kernels) - len(left), len(kernels))
+        if left:
+            errors = _compile_in_threads(left, begin, len(kernels), report)
+    if errors:
+        (name, first), names = errors[0], ", ".join(name for name, _ in errors)
+        first.add_note(f"compiling {name} ahead; {len(errors)} of {len(kernels)} failed: {names}")
+        raise first
+
+
+def _compile_in_threads(
+    left: dict[int, _Kernel], begin: Callable[[], None], count: int, report: Report | None
+) -> list[tuple[str, BaseException]]:
+    """The errors of those kernels that do not compile, with their names."""
+    errors: list[tuple[str, BaseException]] = []
+    with ThreadPoolExecutor(min(_workers, len(left)), initializer=begin) as pool:
+        made: dict[Future[None], _Kernel] = {pool.submit(k.make): k for k in left.values()}
         try:
-            for done, future in enumerate(as_completed(made), 1):
+            for done, future in enumerate(as_completed(made), count - len(left) + 1):
                 if (error := future.exception()) is not None:
                     errors.append((made[future].function.__name__, error))
                 else:
                     made[future].result()
                 if report is not None:
-                    report(done, len(kernels))
+                    report(done, count)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    if errors:
-        (name, first), names = errors[0], ", ".join(name for name, _ in errors)
-        first.add_note(f"compiling {name} ahead; {len(errors)} of {len(kernels)} failed: {names}")
-        raise first
+    return errors
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from threading import Thread
 
 import torch
 
-from rl_consistency.kernels.core.compile_ahead import use_threads
+from rl_consistency.kernels.core.compile_ahead import use_workers
 from rl_consistency.verify.claims import Check, Result
 
 LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attention")
@@ -116,7 +116,7 @@ def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    use_threads(compiling)
+    use_workers(compiling)
     if device.type == "cuda" and device.index is not None:
         _wait_without_spinning(device.index)
         torch.cuda.set_device(device)

@@ -65,6 +65,7 @@ from rl_consistency.kernels.attention.hopper.backward_programs import backward_p
 from rl_consistency.kernels.attention.hopper.tiles import (
     OPTIONS,
     barriers,
+    fresh_zero,
     head_descriptor,
     thread_barrier,
 )
@@ -92,15 +93,6 @@ def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
     if WINDOWED:
         seen = seen & (rest < own - ahead + window)
     return gl.where(seen, p, 0.0)
-
-
-@gluon.jit
-def _zero(step):
-    """0 that the compiler takes for a new value at every step: it then computes addresses again
-    instead of keeping them in registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -171,7 +163,7 @@ def _consume(
     for step in range(steps):
         head, ahead, _tile, slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         q_buf, do_buf = buffer_at(q_bufs, slot), buffer_at(do_bufs, slot)
-        zero = _zero(step)
+        zero = fresh_zero(step)
         k_buf, v_buf = buffer_at(k_bufs, zero), buffer_at(v_bufs, zero)
         ds_buf = ds_bufs.index(zero)
         dp = start_scores(v_buf, do_buf, S)

@@ -51,6 +51,22 @@ def keep_seen(scores, last, window, N: gl.constexpr, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
+def fresh_zero(step):
+    """0 that the compiler takes for a new value at every step: it then computes addresses again
+    instead of keeping them in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def signal(barrier):
+    """Arrive once, after all threads of this group of warps have come here."""
+    thread_barrier()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
 def barriers(N: gl.constexpr):
     """N barriers in shared memory."""
     return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
-from rl_consistency.kernels.core.compile_ahead import use_threads
+from rl_consistency.kernels.core.compile_ahead import use_workers
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.device.decode_graphs import buckets_up_to, width_for
 from rl_consistency.rollout.device.model_runner import ModelRunner
@@ -138,7 +138,7 @@ class RolloutKernels:
             return
         ranks = local_ranks()
         if ranks > 1:  # all of them compile the same at the same time
-            use_threads(max((os.cpu_count() or 1) // ranks, 1))
+            use_workers(max((os.cpu_count() or 1) // ranks, 1))
         with compile_line(quiet=self._quiet or os.environ.get("LOCAL_RANK", "0") != "0") as report:
             self._runner.compile_ahead(
                 bounds,

@@ -1,7 +1,9 @@
-"""Compiling ahead: what is noted, what threads do, what is kept from a pass that computes nothing.
-On a GPU see tests/gpu."""
+"""Compiling ahead: what is noted, what children and threads do, what is kept from a pass that
+computes nothing. On a GPU see tests/gpu."""
 
 import _thread
+import hashlib
+import os
 from pathlib import Path
 from threading import Lock, Thread, get_ident
 from time import sleep
@@ -9,16 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.runtime import _async_compile, build, driver
+from triton import knobs
+from triton.runtime import _async_compile, build, cache, driver
 from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
 from rl_consistency.kernels.core import remembered_launch
+from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.compile_ahead import (
     compile_ahead,
     compiles_only,
     require_launches,
-    use_threads,
+    use_workers,
 )
 from rl_consistency.kernels.core.remembered_launch import launch_key, remembered
 from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
@@ -59,10 +63,12 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, tmp_path):
     found = Device()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(module, "_threads", 2)
+    monkeypatch.setattr(module, "_workers", 2)
+    monkeypatch.setattr(module, "finished_in_children", lambda *given: iter(()))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     launcher = lambda *given: found.build(*given)  # noqa: E731
@@ -197,9 +203,73 @@ def test_progress_is_reported_kernel_by_kernel(device, launch):
 
 
 def test_a_process_that_shares_its_cores_compiles_in_fewer_threads(device, launch):
-    use_threads(1)
+    use_workers(1)
     compile_ahead([lambda n=n: launch(n) for n in range(8)])
     assert len({thread for _, thread in device.compiled}) == 1
+
+
+@pytest.fixture
+def disk(device, monkeypatch, tmp_path):
+    """Children compile; `device.compiled` has what this process compiles because no child has."""
+    monkeypatch.setattr(module, "finished_in_children", finished_in_children)
+    fresh = device.compile
+
+    def compiled(args):
+        file = tmp_path / str(args)
+        if file.exists():
+            return SimpleNamespace(src=args, metadata=None, child=file.read_text())
+        found = fresh(args)
+        file.write_text(str(os.getpid()))
+        return found
+
+    monkeypatch.setattr(device, "compile", compiled)
+    return tmp_path
+
+
+def test_children_compile_and_this_process_reads_what_they_left(device, launch, disk):
+    seen = []
+    calls = [lambda n=n: launch(n) for n in range(6)]
+    assert compile_ahead(calls, lambda *at: seen.append(at)) == 6
+    assert not device.compiled and not device.launched
+    assert len(device.known) == 6 and str(os.getpid()) not in {
+        k.child for k in device.known.values()
+    }
+    assert seen == [(n, 6) for n in range(1, 7)]
+    launch(3)
+    assert not device.compiled and len(device.launched) == 1
+
+
+def test_what_no_child_can_compile_raises_its_own_error_here(device, launch, disk):
+    device.broken.update({(2,), (4,)})
+    with pytest.raises(ValueError, match="no registers") as error:
+        compile_ahead([lambda n=n: launch(n) for n in range(6)])
+    assert error.value.__notes__ == ["compiling nothing ahead; 2 of 6 failed: nothing, nothing"]
+    assert sorted(n for _, n in device.known) == [0, 1, 3, 5]
+
+
+def test_what_lies_on_disk_needs_no_child(device, launch, monkeypatch):
+    """Children for two kernels of five, by the names of the files in Triton's cache."""
+    asked = []
+
+    def few(work, count, workers):
+        asked.append(count)
+        return iter(())
+
+    monkeypatch.setattr(module, "finished_in_children", few)
+    for n in (0, 2, 3):
+        folder = cache.get_cache_manager(hashlib.sha256(f"({n},)".encode()).hexdigest())
+        folder.put("{}", "nothing.json", binary=False)
+    compile_ahead([lambda n=n: launch(n) for n in range(5)])
+    assert asked == [2] and len(device.compiled) == 5
+
+
+def test_one_worker_and_a_cache_that_is_not_read_compile_here(device, launch, disk, monkeypatch):
+    monkeypatch.setattr(knobs.compilation, "always_compile", True)
+    compile_ahead([lambda: launch(1), lambda: launch(2)])
+    monkeypatch.setattr(knobs.compilation, "always_compile", False)
+    use_workers(1)
+    compile_ahead([lambda: launch(3), lambda: launch(4)])
+    assert sorted(args for args, _ in device.compiled) == [(1,), (2,), (3,), (4,)]
 
 
 def more(n):
@@ -217,7 +287,7 @@ def calls_more(n):
 
 def test_kernels_begin_with_the_longest_and_with_one_of_each_function(device):
     """With what a kernel calls, since all of it is compiled."""
-    use_threads(1)
+    use_workers(1)
     short, middle, long = map(JITFunction, (nothing, more, calls_more))
     order = [(short, 1), (short, 2), (middle, 3), (long, 4), (long, 5), (middle, 6)]
     compile_ahead([lambda kernel=kernel, n=n: kernel[(1,)](n) for kernel, n in order])
