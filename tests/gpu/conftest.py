@@ -1,7 +1,9 @@
-"""A model small enough to be built anew by every test that wants one."""
+"""A model small enough to be built anew by every test that wants one, and processes of tests that
+share the cores on which kernels compile."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_consistency.kernels.core.compile_ahead import use_workers
 
 SIZES = {
     "vocab_size": 331,
@@ -21,6 +25,13 @@ SIZES = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_cores():
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        use_workers(max(1, 2 * len(os.sched_getaffinity(0)) // processes))
 
 
 @pytest.fixture(scope="session")
