@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.attention import schedules
+from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.decode_triton import attention_split_fwd
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode import attention_decode_fwd
@@ -132,13 +133,15 @@ def attention_fwd(
     into: tuple[Tensor, Tensor] | None = None,
     schedule: Schedule | None = None,
     programs_per_tile: int | None = None,
+    cut: Cut | None = None,
     shared_schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
     `into` holds results of an earlier call for other sequences of the same rows: this call fills in
     those of its own. Tests and tuning give a `schedule`, the programs that share the key blocks of
-    a tile of few rows, and the schedule of keys that sequences share; none changes a bit.
+    a tile of few rows, or the whole cut of a ring's tiles, and the schedule of keys that sequences
+    share; none changes a bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
     rows, heads, head_dim = q.shape
@@ -183,20 +186,29 @@ def attention_fwd(
     if schedule.specialized:
         attention_hopper_fwd(call, layout, window)
         return out, lse
-    grid, dim = call.grid, call.dim
-    places = schedule.resident * sm_count(device)
-    programs = programs_per_tile
-    if programs is None:
-        programs = schedules.programs_for(grid, call.most_blocks, most_rows, dim, places)
+    grid, dim, multiprocessors = call.grid, call.dim, sm_count(device)
     if schedule.ring:
-        tickets = layout.tickets(device, grid) if programs > 1 else None
-        slices = schedules.slices_for(grid, programs, dim, places) if tickets is not None else 1
+        if programs_per_tile is not None:
+            cut = Cut.even(grid, programs_per_tile)
+        elif cut is None:
+            sizes = grid, call.most_blocks, most_rows, head_dim, multiprocessors
+            cut = schedules.decode_cut(*sizes, read_once=call.shared is not None)
+        cut.check(grid)
+        tickets = layout.tickets(device, grid - cut.whole) if cut.whole < grid else None
         sums = None
         if call.shared is not None:
             sums = _shared_sums(call, call.shared, layout, shared_schedule, programs_per_tile)
-        slices = slices if schedule.spread else 1
-        attention_decode_fwd(call, schedule, programs, slices, tickets, sums)
-    elif programs > 1:
+        places = schedule.resident * multiprocessors
+        slices = schedules.slices_for(cut, grid, dim, places) if schedule.spread else 1
+        attention_decode_fwd(call, schedule, cut, slices, tickets, sums)
+        return out, lse
+    if cut is not None:
+        raise ValueError(schedules.NO_RING)
+    programs = programs_per_tile
+    if programs is None:
+        places = schedule.resident * multiprocessors
+        programs = schedules.programs_for(grid, call.most_blocks, most_rows, dim, places)
+    if programs > 1:
         attention_split_fwd(call, schedule, programs)
     else:
         _walk_fwd(call, schedule)

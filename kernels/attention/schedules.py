@@ -12,6 +12,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.attention.decode_cut import Cut, DecodeWork, cut_for
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
@@ -46,7 +47,7 @@ FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
 PER_CALL = (
     "tickets", "runs", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
-    "context_len", "tables", "num_blocks", "slots", "window",
+    "context_len", "tables", "num_blocks", "slots", "window", "whole", "divided",
 )  # fmt: skip
 """Kernel arguments that differ from call to call: Triton compiles one kernel for all values."""
 
@@ -116,13 +117,18 @@ PREFILL = (
     *(PREFILL_WIDE_DESCRIPTORS, PREFILL_WIDE, FP32_CANDIDATE, FP32_FORWARD),
 )
 
-DECODE_SPREAD = Schedule(rows=16, warps=4, stages=1, ring=3, spread=True, resident=1)
+DECODE_SPREAD = Schedule(rows=16, warps=4, stages=1, ring=3, spread=True, resident=2)
 DECODE_LAST = Schedule(rows=16, warps=4, stages=1, ring=3, resident=1)
 DECODE_DEEP = Schedule(rows=16, warps=4, stages=1, ring=6, spread=True, resident=1)
+DECODE_CROWDED = Schedule(rows=16, warps=4, stages=1, ring=3, resident=3)
 DECODE_POINTERS = Schedule(rows=16, warps=4, stages=4)
-DECODE = (DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD)
-"""Rings for long tiles that programs share, for other tiles, and for at most one tile per
-multiprocessor; then the schedules of calls that no ring admits."""
+DECODE = (
+    *(DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_CROWDED),
+    *(DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD),
+)
+"""Rings for long tiles that programs share, for other tiles, for at most one tile per
+multiprocessor, and for heads of 64 of which programs share some and fill the device more than
+twice; then the schedules of calls that no ring admits."""
 
 SHARED_LOW = Schedule(rows=16, warps=4, stages=1, ring=3)
 SHARED_HIGH = Schedule(rows=32, warps=4, stages=1, ring=3)
@@ -179,13 +185,19 @@ def pick_forward(
 
 def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
     """The ring for the host's lengths, which bound a captured launch."""
-    multiprocessors = sm_count(q.device)
-    grid = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * kv_heads
-    blocks = cdiv(layout.longest_context, key_block(q.shape[2]))
-    if programs_for(grid, blocks, most_rows, q.shape[2], multiprocessors) > 1:
-        return DECODE_SPREAD if blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
+    multiprocessors, dim = sm_count(q.device), q.shape[2]
+    tiles = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * kv_heads
+    blocks = cdiv(layout.longest_context, key_block(dim))
+    shares = layout.tables(q.device).shared is not None
+    cut = decode_cut(tiles, blocks, most_rows, dim, multiprocessors, read_once=shares)
+    if cut.whole < tiles:
+        places = DECODE_SPREAD.resident * multiprocessors
+        if cut.programs > places and padded(dim) == 64:
+            return DECODE_CROWDED
+        sliced = slices_for(cut, tiles, dim, places) > 1
+        return DECODE_SPREAD if sliced and blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
     # A block takes two buffers. Depth gains nothing where the ring would hold the whole context.
-    deep = grid <= multiprocessors and 2 * blocks > DECODE_DEEP.ring
+    deep = tiles <= multiprocessors and 2 * blocks > DECODE_DEEP.ring
     return DECODE_DEEP if deep else DECODE_LAST
 
 
@@ -244,15 +256,46 @@ def pick_shared(
     return SHARED_DEEP if high_tiles <= places else SHARED_HIGH, 1
 
 
-def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
+def decode_cut(
+    tiles: int,
+    most_blocks: int,
+    most_rows: int,
+    head_dim: int,
+    multiprocessors: int,
+    *,
+    read_once: bool,
+) -> Cut:
+    """How a ring's tiles, counted once per KV head, are dealt to programs.
+
+    The model counts all blocks. With `read_once` some keys of sequences that share them are read by
+    another kernel, so it would divide tiles of few blocks, and is not asked.
+    """
+    dim, keys = padded(head_dim), key_block(head_dim)
+    plain = programs_for(tiles, most_blocks, most_rows, dim, multiprocessors)
+    if most_rows > SPLIT_ROWS or read_once:
+        return Cut.even(tiles, plain)
+    work = DecodeWork(
+        tiles=tiles,
+        blocks=most_blocks,
+        stored=next_power_of_2(most_rows),
+        keys=keys,
+        head_dim=head_dim,
+        dim=dim,
+        multiprocessors=multiprocessors,
+        resident=DECODE_CROWDED.resident if dim == 64 else DECODE_SPREAD.resident,
+    )
+    return cut_for(work, plain, SPLIT_BYTES)
+
+
+def slices_for(cut: Cut, tiles: int, dim: int, places: int) -> int:
     """Programs of a tile that fold a slice of its `dim` columns each: a power of two.
 
-    1 where the launch exceeds the device's `places`: folding programs wait for all the others,
-    which must run at the same time.
+    1 where a tile is whole, or where the launch exceeds the device's `places`: folding programs
+    wait for all the others, which must run at the same time.
     """
-    if grid * programs > places:
+    if cut.whole or cut.programs > places:
         return 1
-    most = max(1, min(programs, dim // NARROWEST))
+    most = max(1, min(cut.programs // tiles, dim // NARROWEST))
     return 1 << (most.bit_length() - 1)
 
 

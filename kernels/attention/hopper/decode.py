@@ -16,8 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode_fold import (
+    FEW_FLOATS,
+    WRITTEN_FLOATS,
     all_written,
     finite,
     first_sums,
@@ -108,23 +111,44 @@ def _probabilities(
     return exponentials(scores, factor, ROWS, WARPS, LANES)
 
 
+@gluon.jit
+def place_of(whole, divided, WHOLE: gl.constexpr, SPLIT: gl.constexpr):
+    """(tile, number of this program among the tile's, their number) by a `Cut`."""
+    number = gl.program_id(0)
+    part, parts = number * 0, number * 0 + 1
+    if SPLIT:
+        turn, dealt = number - whole, gl.num_programs(0) - whole
+        among = turn % divided
+        if WHOLE:
+            shared = turn >= 0
+            number = gl.where(shared, whole + among, number)
+            part = gl.where(shared, turn // divided, part)
+            parts = gl.where(shared, dealt // divided + (among < dealt % divided), parts)
+        else:
+            number = among
+            part = turn // divided
+            parts = dealt // divided + (among < dealt % divided)
+    return number, part, parts
+
+
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_decode_kernel(
     Q, K, V, OUT, LSE, block_m, block_lanes, block_acc, tickets, tiles, query_start, query_len,
     context_len, tables, shared_keys, sum_m, sum_lanes, sum_acc, window, factor, num_blocks, slots,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_lse, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr,
+    whole, divided, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot,
+    stride_oh, stride_lse, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr,
     KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
-    WINDOWED: gl.constexpr, SHARED: gl.constexpr, SPLIT: gl.constexpr, RING: gl.constexpr,
-    SLICES: gl.constexpr,
+    WINDOWED: gl.constexpr, SHARED: gl.constexpr, WHOLE: gl.constexpr, SPLIT: gl.constexpr,
+    RING: gl.constexpr, SLICES: gl.constexpr, FLOATS: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head, over blocks of
     KEYS keys. Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
-    Grid: (tiles * KV heads, programs of a tile), with equal shares of the tile's key blocks.
-    Carried over blocks: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]; with SPLIT nothing, each
-    block is written to block_m, block_lanes and block_acc instead. With SHARED the fold goes on
-    from the sums of the blocks that lie within the sequence's first shared_keys keys.
+    Grid: the programs of a `Cut`, of `whole` tiles and `divided` ones, each counted once per KV
+    head; WHOLE and SPLIT say whether there are such tiles.
+    Carried over blocks of a whole tile: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]. Each block
+    of a divided one is written to block_m, block_lanes and block_acc instead. With SHARED the fold
+    goes on from the sums of the blocks that lie within the sequence's first shared_keys keys.
     """
     # The launch overlaps the end of the kernel ahead. Nothing is read before that kernel is done,
     # and the next kernel starts no sooner.
@@ -138,8 +162,10 @@ def attention_decode_kernel(
     ring = gl.allocate_shared_memory(
         K.dtype.element_ty, [RING, KEYS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
-    kv_head = gl.program_id(0) % KV_HEADS
-    tile = tiles + 2 * (gl.program_id(0) // KV_HEADS)
+    number, part, parts = place_of(whole, divided, WHOLE, SPLIT)
+    alone = gl.program_id(0) < whole
+    kv_head = number % KV_HEADS
+    tile = tiles + 2 * (number // KV_HEADS)
     sequence = gl.load(tile)
     first_row = gl.load(tile + 1)
     q_len = gl.load(query_len + sequence)
@@ -157,8 +183,8 @@ def attention_decode_kernel(
     last_position = gl.minimum(past + (first_row + ROWS - 1) // GROUP, limit - 1)
     tile_count = gl.maximum(gl.cdiv(last_position + 1 - low, KEYS), 0)
     # A captured launch has one grid for all lengths: each program takes its share of blocks here.
-    share = gl.cdiv(tile_count, gl.num_programs(1)) * KEYS
-    begin = low + gl.program_id(1) * share
+    share = gl.cdiv(tile_count, parts) * KEYS
+    begin = low + part * share
     end = gl.minimum(begin + share, last_position + 1)
     count = gl.maximum(gl.cdiv(end - begin, KEYS), 0)
 
@@ -188,10 +214,10 @@ def attention_decode_kernel(
     head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
     m, lanes, acc = first_sums(
         sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, DIM, DIM, KV_HEADS, GROUP,
-        SHARED and not SPLIT, lane_layout, S,
+        SHARED and WHOLE, lane_layout, S,
     )  # fmt: skip
     lane_m = gl.convert_layout(m, lane_rows)
-    first_slot = gl.program_id(0).to(gl.int64) * slots
+    first_slot = (number - whole).to(gl.int64) * slots
     for i in range(count):
         start = begin + i * KEYS
         # Once all threads have waited, the buffer behind the awaited one is free.
@@ -207,7 +233,7 @@ def attention_decode_kernel(
             entries = coming
             coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
         k_buffer = ring.index(2 * i % RING)
-        block_max, p, part = _probabilities(
+        block_max, p, part_lanes = _probabilities(
             q, k_buffer, position, start, window, factor, S, lane_layout
         )
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
@@ -224,22 +250,29 @@ def attention_decode_kernel(
                   stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
         values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
         product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
-        if SPLIT:
+        if WHOLE and (not SPLIT or alone):
+            m, lane_m, lanes, acc = fold_block(
+                m, lane_m, lanes, acc, block_max, part_lanes, product
+            )
+        else:
             write_block(
                 block_m, block_lanes, block_acc, first_slot + (start - low) // KEYS, block_max,
-                part, product, ROWS, STORED, DIM,
+                part_lanes, product, ROWS, STORED, DIM,
             )  # fmt: skip
-        else:
-            m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
     async_copy.wait_group(0)
-    if SPLIT:
+    if WHOLE and (not SPLIT or alone):
+        write_rows(
+            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
+            stride_ot, stride_oh, stride_lse, HEAD_DIM, ROWS, GROUP, DIM, stored_layout(DIM), LANES,
+        )  # fmt: skip
+    else:
         # A program stores its blocks before it counts itself.
         thread_barrier()
-        ticket = tickets + gl.program_id(0)
-        if all_written(ticket, SLICES):
+        ticket = tickets + number - whole
+        if all_written(ticket, part, parts, SLICES):
             WIDTH: gl.constexpr = DIM // SLICES
             # Every slice folds the lanes too, and writes the same lse.
-            column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
+            column = part * WIDTH if SLICES > 1 else 0
             place = first_slot * STORED
             all_m, all_lanes, all_acc = first_sums(
                 sum_m, sum_lanes, sum_acc, head_row, first_row, column, folded, STORED, WIDTH, DIM,
@@ -247,49 +280,48 @@ def attention_decode_kernel(
                 folded_layout(STORED, WIDTH, False),
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
-                ticket, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
+                ticket, parts, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
                 block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
+                FLOATS,
             )  # fmt: skip
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
                 q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, STORED, GROUP, WIDTH,
                 stored_layout(WIDTH), LANES,
             )  # fmt: skip
-    else:
-        write_rows(
-            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
-            stride_ot, stride_oh, stride_lse, HEAD_DIM, ROWS, GROUP, DIM, stored_layout(DIM), LANES,
-        )  # fmt: skip
 
 
 def attention_decode_fwd(
     call: ForwardCall,
     schedule: Schedule,
-    programs: int,
+    cut: Cut,
     slices: int,
     tickets: torch.Tensor | None,
     sums: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
-    """Fill o and lse for tiles of 16 rows, `programs` programs per tile.
+    """Fill o and lse for tiles of 16 rows, whose key blocks a cut deals to programs.
 
-    `slices` programs of a tile, a power of two up to `programs` and D / 8, fold D / slices columns
-    each; the driver refuses more than one if the launch does not fit the device at once. `tickets`
-    [tiles * KV heads] are zeros before and after; None means one program per tile.
-    `sums` are those that `decode_prefix` has left for `call.shared`.
+    `slices` programs of a tile, a power of two up to D / 8 and to every tile's programs, fold
+    D / slices columns each; the driver refuses more than one if the launch does not fit the device
+    at once. `tickets`, one for each divided tile, are zeros before and after; None where there is
+    none. `sums` are those that `decode_prefix` has left for `call.shared`.
     """
     lse, tiles = call.lse, call.tiles
+    divided = call.grid - cut.whole
     # Without tickets no block is written, and without sums none is read, so any pointers do.
-    written = (lse, lse, lse) if tickets is None else call.memory_of_blocks(call.grid, call.stored)
+    written = (lse, lse, lse) if tickets is None else call.memory_of_blocks(divided, call.stored)
     shared = (tiles, lse, lse, lse)
     if sums is not None and call.shared is not None:
         shared = (call.shared.keys, *sums)
-    attention_decode_kernel[(call.grid, programs)](
+    attention_decode_kernel[(cut.programs,)](
         call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
         tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor,
-        call.block_table.shape[1], call.most_blocks, *call.operand_strides, *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, KEYS=call.keys,
-        HEAD_DIM=call.head_dim, DIM=call.dim, BLOCK=call.block_size, WINDOWED=call.windowed,
-        SHARED=sums is not None, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
+        call.block_table.shape[1], call.most_blocks, cut.whole, divided, *call.operand_strides,
+        *call.result_strides, KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored,
+        KEYS=call.keys, HEAD_DIM=call.head_dim, DIM=call.dim, BLOCK=call.block_size,
+        WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0,
+        SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
+        FLOATS=(FEW_FLOATS if schedule.resident > 2 else WRITTEN_FLOATS).value,
         num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, **OPTIONS,
     )  # fmt: skip

@@ -20,7 +20,9 @@ from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, thread
 BUFFERS = gl.constexpr(3)
 """Buffers of the fold's ring; the code below is written for three."""
 WRITTEN_FLOATS = gl.constexpr(9216)
-"""Most numbers of written blocks in one buffer."""
+"""Most numbers of written blocks in one buffer, where a multiprocessor holds two programs."""
+FEW_FLOATS = gl.constexpr(4608)
+"""The same where it holds three."""
 MOST_BLOCKS = gl.constexpr(128)
 """Most blocks in one buffer."""
 
@@ -44,17 +46,17 @@ def copied_layout(columns):
 
 
 @gluon.constexpr_function
-def blocks_at_once(rows, columns):
-    """Written blocks, with their lanes, that one buffer holds."""
+def blocks_at_once(rows, columns, floats):
+    """Written blocks, with their lanes, that one buffer of so many numbers holds."""
     n = MOST_BLOCKS.value
-    while n * rows * (columns + 8) > WRITTEN_FLOATS.value:
+    while n * rows * (columns + 8) > floats:
         n //= 2
     return n
 
 
 def shared_bytes(rows: int, columns: int) -> int:
     """Shared memory of a program's fold: its ring and the factors."""
-    blocks = int(blocks_at_once(rows, columns))
+    blocks = int(blocks_at_once(rows, columns, WRITTEN_FLOATS.value))
     return 4 * blocks * rows * (BUFFERS.value * (columns + 8) + 2)
 
 
@@ -178,17 +180,18 @@ def write_sums(
 
 
 @gluon.jit
-def all_written(ticket, SLICES: gl.constexpr):
-    """Count this program, which has written its blocks, in its tile's ticket; whether it folds.
+def all_written(ticket, part, parts, SLICES: gl.constexpr):
+    """Count program `part` of the tile's `parts`, which has written its blocks, in the tile's
+    ticket; whether it folds.
 
     With one slice the last program folds. Otherwise the first SLICES programs do, after waiting for
     all: the tile's programs must run at the same time.
     """
     if SLICES == 1:
-        folds = gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == gl.num_programs(1) - 1
+        folds = gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1
     else:
         gl.atomic_add(ticket, 1, sem="release", scope="gpu")
-        folds = gl.program_id(1) < SLICES
+        folds = part < SLICES
         if folds:
             gl.inline_asm_elementwise(
                 """{
@@ -198,7 +201,7 @@ def all_written(ticket, SLICES: gl.constexpr):
                 setp.lt.s32 missing, $0, $2;
                 @missing bra again;
                 }""",
-                "=&r,l,r", [ticket, gl.num_programs(1)], dtype=gl.int32, is_pure=False, pack=1,
+                "=&r,l,r", [ticket, parts], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
     # No thread goes on before all have seen the count.
     thread_barrier()
@@ -206,12 +209,12 @@ def all_written(ticket, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def _leave(ticket, SLICES: gl.constexpr):
+def _leave(ticket, parts, SLICES: gl.constexpr):
     """Count this program again; the last one that folds sets the ticket back to 0."""
     if SLICES == 1:
         gl.store(ticket, 0)
     else:
-        if gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == gl.num_programs(1) + SLICES - 1:
+        if gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == parts + SLICES - 1:
             gl.store(ticket, 0)
 
 
@@ -281,14 +284,14 @@ def _fold_some(lanes, acc, lanes_of, acc_of, left_of, right_of, block, place, ST
 
 @gluon.jit
 def fold_written(
-    ticket, m, lanes, acc, block_m, block_lanes, block_acc, count,
-    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr,
+    ticket, parts, m, lanes, acc, block_m, block_lanes, block_acc, count,
+    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, FLOATS: gl.constexpr,
 ):  # fmt: skip
     """(m, lanes, acc), as `first_sums` gives them, after a tile's `count` written blocks, in order.
 
     Each of the DIM / WIDTH folding programs calls it after `all_written`.
     """
-    N: gl.constexpr = blocks_at_once(STORED, WIDTH)
+    N: gl.constexpr = blocks_at_once(STORED, WIDTH, FLOATS)
     STEP: gl.constexpr = min(N, 16)
     rows: gl.constexpr = gl.SliceLayout(1, folded_layout(STORED, WIDTH, False))
     scanned: gl.constexpr = scanned_layout(N)
@@ -305,7 +308,7 @@ def fold_written(
         _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
               STORED, WIDTH, DIM, N)  # fmt: skip
     maxima, before = _maxima(block_m, 0, count, STORED, N)
-    _leave(ticket, DIM // WIDTH)
+    _leave(ticket, parts, DIM // WIDTH)
     m = gl.convert_layout(m, gl.SliceLayout(0, scanned))
     slot = count * 0
     for first in range(0, count, N):

@@ -24,6 +24,7 @@ from rl_consistency.kernels.attention.hopper.decode import (
     exponentials,
 )
 from rl_consistency.kernels.attention.hopper.decode_fold import (
+    WRITTEN_FLOATS,
     all_written,
     first_sums,
     fold_block,
@@ -140,7 +141,7 @@ def attention_prefix_kernel(
         # A program stores its blocks before it counts itself.
         thread_barrier()
         ticket = tickets + gl.program_id(0)
-        if all_written(ticket, 1):
+        if all_written(ticket, gl.program_id(1), gl.num_programs(1), 1):
             place = first_slot * ROWS
             all_m, all_lanes, all_acc = first_sums(
                 sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM,
@@ -148,8 +149,9 @@ def attention_prefix_kernel(
                 folded_layout(ROWS, DIM, False),
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
-                ticket, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
-                block_acc + place * DIM, count, ROWS, DIM, DIM,
+                ticket, gl.num_programs(1), all_m, all_lanes, all_acc, block_m + place,
+                block_lanes + place * 8, block_acc + place * DIM, count, ROWS, DIM, DIM,
+                WRITTEN_FLOATS,
             )  # fmt: skip
             write_sums(
                 sum_m, sum_lanes, sum_acc, all_m, all_lanes, all_acc, head_row, first_row,

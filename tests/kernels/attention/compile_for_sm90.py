@@ -15,9 +15,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
+from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
+from rl_consistency.kernels.attention.schedules import DECODE_LAST
 from rl_consistency.kernels.attention.shared_keys import SharedRun
 from rl_consistency.kernels.core.remembered_launch import Remembered
 
@@ -84,6 +86,10 @@ def calls(dim):
         yield lambda q=q[:rows], cache=cache, paged=paged: attention_fwd(
             q, cache, cache, paged, 0.1, None
         )
+        if not runs:
+            yield lambda q=q[:rows], cache=cache, paged=paged: attention_fwd(
+                q, cache, cache, paged, 0.1, None, schedule=DECODE_LAST, cut=Cut(3, 30)
+            )
 
 
 def spilled(kernel):

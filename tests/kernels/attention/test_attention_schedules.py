@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention import schedules as attention_schedules
+from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS
 from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import (
     DECODE,
+    DECODE_CROWDED,
     DECODE_DEEP,
     DECODE_LAST,
     DECODE_SPREAD,
@@ -16,6 +18,7 @@ from rl_consistency.kernels.attention.schedules import (
     PREFILL_DESCRIPTORS,
     PREFILL_HOPPER,
     PREFILL_WIDE_DESCRIPTORS,
+    decode_cut,
     key_block,
     pick_forward,
     programs_for,
@@ -34,8 +37,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
 
 
-def picked(contexts, queries=1, heads=32):
-    cache = torch.empty(16, 8, 128, dtype=torch.bfloat16)
+def picked(contexts, queries=1, heads=32, head_dim=128):
+    cache = torch.empty(16, 8, head_dim, dtype=torch.bfloat16)
     layout = PagedAttention(
         query_starts=range(0, len(contexts) * queries, queries),
         query_lens=[queries] * len(contexts),
@@ -46,7 +49,7 @@ def picked(contexts, queries=1, heads=32):
         value_cache=[cache[None]],
         block_size=16,
     )
-    q = torch.empty(len(contexts) * queries, heads, 128, dtype=torch.bfloat16)
+    q = torch.empty(len(contexts) * queries, heads, head_dim, dtype=torch.bfloat16)
     return pick_forward(q, cache, cache, layout, queries * heads // 8)
 
 
@@ -60,8 +63,24 @@ def test_short_tiles_shared_by_programs_are_folded_by_the_last():
 
 
 def test_at_most_a_tile_for_each_multiprocessor_takes_a_deep_ring():
-    assert picked([8192] * 9) == picked([32768] * 16) == DECODE_DEEP
+    assert picked([8192] * 16) == picked([32768] * 16) == DECODE_DEEP
     assert picked([8192] * 4, queries=5) == DECODE_DEEP
+
+
+def test_tiles_that_fill_half_the_multiprocessors_are_divided():
+    assert picked([8192] * 9) == DECODE_SPREAD
+
+
+def test_tiles_of_sequences_that_share_keys_are_divided_only_to_fill_the_device():
+    def cut(read_once):
+        return decode_cut(576, 24, 4, 128, MULTIPROCESSORS, read_once=read_once)
+
+    assert cut(True) == Cut.even(576, 1) != cut(False)
+
+
+def test_divided_heads_of_64_that_fill_the_device_more_than_twice_run_three_at_a_time():
+    assert picked([3000] * 6, head_dim=64) == DECODE_CROWDED
+    assert picked([3000] * 6) == DECODE_LAST
 
 
 @pytest.mark.parametrize("head_dim", [48, 80, 128, 144, 256])
@@ -89,20 +108,26 @@ def test_more_tiles_than_multiprocessors_and_contexts_that_a_ring_holds_do_not()
 
 def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
     assert programs_for(8, 256, 4, 128, 132) == 16
-    monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 139 * 4 - 1)
+    monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
     assert programs_for(8, 256, 4, 128, 132) == 1
     assert picked([32768]) == DECODE_DEEP
+    assert decode_cut(8, 256, 4, 128, 132, read_once=False) == Cut.even(8, 1)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_slices_are_folded_only_where_the_whole_launch_fits_the_device(dim):
     for grid in range(1, 140):
         for programs in range(1, 140):
-            slices = slices_for(grid, programs, dim, MULTIPROCESSORS)
+            slices = slices_for(Cut.even(grid, programs), grid, dim, MULTIPROCESSORS)
             assert slices == 1 or grid * programs <= MULTIPROCESSORS
             assert 1 <= slices <= programs and dim % slices == 0 and dim // slices >= NARROWEST
-    assert [slices_for(8, n, dim, MULTIPROCESSORS) for n in (1, 2, 3, 8, 17)] == [1, 2, 2, 8, 1]
-    assert slices_for(8, 16, dim, MULTIPROCESSORS) == min(16, dim // NARROWEST)
+
+    def slices(*cut):
+        return slices_for(Cut(*cut), 8, dim, MULTIPROCESSORS)
+
+    assert [slices(0, 8 * n) for n in (2, 3, 8, 17)] == [2, 2, 8, 1]
+    assert slices(0, 8 * 16) == slices(0, MULTIPROCESSORS) == min(16, dim // NARROWEST)
+    assert slices(0, 8 * 4 - 1) == 2 and slices(1, 100) == 1
 
 
 @pytest.mark.parametrize("schedule", [s for s in DECODE if s.spread])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SequenceTables
 from rl_consistency.kernels.attention.schedules import DECODE_DEEP as DEEP
@@ -144,6 +145,7 @@ def test_shared_keys_give_the_bytes_of_packed_prefill(case):
         {},
         *({"schedule": LAST, "programs_per_tile": 1, "shared_schedule": s} for s in SHARED),
         {"schedule": LAST, "programs_per_tile": 3, "shared_schedule": SHARED_LOW},
+        *({"schedule": LAST, "cut": cut} for cut in (Cut(40, 300), Cut(0, 229))),
     ]
     assert_same_bytes(Groups(case, GROUPS), choices)
 
@@ -155,6 +157,7 @@ def test_few_groups_whose_keys_programs_share_give_the_same_bytes(case):
         *({"schedule": SPREAD, "programs_per_tile": n} for n in (2, 4)),
         {"schedule": LAST, "programs_per_tile": 40, "shared_schedule": SHARED_LOW},
         *({"schedule": DEEP, "programs_per_tile": 1, "shared_schedule": s} for s in SHARED),
+        *({"schedule": SPREAD, "cut": cut} for cut in (Cut(7, 60), Cut(0, 70))),
     ]
     for groups in (FEW, NINE):
         assert_same_bytes(Groups(case, groups), choices)
@@ -206,6 +209,7 @@ CAPTURED = [
     (CASES[0], 1, {}),
     (CASES[1], 1, {"schedule": LAST, "programs_per_tile": 1, "shared_schedule": SHARED[1]}),
     (CASES[2], 4, {"schedule": LAST, "programs_per_tile": 3, "shared_schedule": SHARED_LOW}),
+    (CASES[2], 4, {"schedule": LAST, "cut": Cut(40, 300), "shared_schedule": SHARED_LOW}),
 ]
 
 
