@@ -63,8 +63,10 @@ def padded(head_dim: int) -> int:
 
 
 def hopper_columns(head_dim: int) -> int:
-    """D as the kernels with specialised warps hold it: heads of 65 to 96 take no more than 96."""
-    return 96 if 64 < head_dim <= 96 else padded(head_dim)
+    """D as the kernels with specialised warps hold it: heads of 65 to 96 take 80 or 96."""
+    if 64 < head_dim <= 96:
+        return 80 if head_dim <= 80 else 96
+    return padded(head_dim)
 
 
 def reach(window: int | None) -> int:

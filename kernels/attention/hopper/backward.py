@@ -7,7 +7,7 @@ computed once.
 
 A step is a tile of queries. To keep the matrix units busy, a step starts the next step's scores
 behind its own products, and computes dq before dk, so that dq leaves during dk's product. The
-columns of a head are held in one part or in two (`backward_parts`), and products come in as many.
+columns of a head are held in one part or in two (`head_parts`), and products come in as many.
 
 A program waits only for programs with lower ids (`backward_programs`). Devices start
 programs in the order of their ids, so those run already; no device promises this.
@@ -50,18 +50,20 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
 from rl_consistency.kernels.attention.hopper.backward_parts import (
     add_product,
     add_transposed_product,
-    buffer_at,
-    buffers,
-    finished,
     load_rows,
     load_sums,
-    parts_of,
-    start_scores,
     store_sums,
     write_rows,
     zeros,
 )
 from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
+from rl_consistency.kernels.attention.hopper.head_parts import (
+    buffer_at,
+    buffers,
+    finished,
+    parts_of,
+    start_scores,
+)
 from rl_consistency.kernels.attention.hopper.tiles import (
     OPTIONS,
     barriers,

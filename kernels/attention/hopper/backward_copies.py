@@ -22,8 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from rl_consistency.kernels.attention.hopper.backward_parts import buffer_at, parts_of
 from rl_consistency.kernels.attention.hopper.backward_programs import NUMBERS
+from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, copy_rows, parts_of
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_bytes
@@ -80,15 +80,6 @@ def tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(descs, bufs, row, head, full, DIM: gl.constexpr):
-    """Start to copy the rows of QUERIES tokens of one head."""
-    PARTS: gl.constexpr = parts_of(DIM)
-    for i in gl.static_range(len(PARTS)):
-        buf = bufs[i].reshape([QUERIES, 1, PARTS[i][1]])
-        tma.async_copy_global_to_shared(descs[i], [row, head, PARTS[i][0]], full, buf)
-
-
-@gluon.jit
 def copy_queries(
     q_descs, do_descs, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
@@ -108,8 +99,8 @@ def copy_queries(
         q_buf, do_buf = buffer_at(q_bufs, slot), buffer_at(do_bufs, slot)
         mbarrier.wait(done.index(slot), turn ^ 1)
         mbarrier.expect(full.index(slot), 2 * QUERIES * DIM * 2)
-        _copy_rows(q_descs, q_buf, row, first_head + head, full.index(slot), DIM)
-        _copy_rows(do_descs, do_buf, row, first_head + head, full.index(slot), DIM)
+        copy_rows(q_descs, row, first_head + head, full.index(slot), q_buf, 1, DIM)
+        copy_rows(do_descs, row, first_head + head, full.index(slot), do_buf, 1, DIM)
         lse_buf.index(slot).store(lse)
         delta_buf.index(slot).store(delta)
         thread_barrier()

@@ -1,8 +1,4 @@
-"""The columns of a head as `hopper/backward.py` holds them: in parts, since no buffer has 96.
-
-What has DIM columns is a tuple of what has the columns of one part. Scores are one chain of matrix
-steps over all parts; other results of a product have columns of their own in each part.
-"""
+"""Rows, sums and products of `hopper/backward.py`, in parts of the columns (`head_parts`)."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -11,13 +7,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-
-@gluon.constexpr_function
-def parts_of(dim):
-    """(first column, columns) of each part."""
-    return ((0, 64), (64, 32)) if dim == 96 else ((0, dim),)
+from rl_consistency.kernels.attention.hopper.head_parts import parts_of
 
 
 @gluon.constexpr_function
@@ -36,30 +28,6 @@ def _operand_layout(columns):
 def _loaded_layout(columns):
     """16 bytes a thread, whole rows a warp."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [8, 1], [1, 0])
-
-
-@gluon.jit
-def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
-    """COUNT buffers [ROWS, DIM] in shared memory."""
-    PARTS: gl.constexpr = parts_of(DIM)
-    made = ()
-    for i in gl.static_range(len(PARTS)):
-        made = made + (
-            gl.allocate_shared_memory(
-                dtype, [COUNT, ROWS, PARTS[i][1]],
-                gl.NVMMASharedLayout.get_default_for([ROWS, PARTS[i][1]], dtype),
-            ),
-        )  # fmt: skip
-    return made
-
-
-@gluon.jit
-def buffer_at(bufs, index):
-    """One of some buffers."""
-    found = ()
-    for i in gl.static_range(len(bufs)):
-        found = found + (bufs[i].index(index),)
-    return found
 
 
 @gluon.jit
@@ -163,17 +131,6 @@ def store_sums(SUMS, entry, which: gl.constexpr, sums, DIM: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(own, rows, S: gl.constexpr):
-    """Start the product own rows^T, one chain over all columns."""
-    scores = gl.full([own[0].shape[0], rows[0].shape[0]], 0.0, gl.float32, S)
-    for i in gl.static_range(len(own)):
-        scores = warpgroup_mma(
-            own[i], rows[i].permute([1, 0]), scores, use_acc=i > 0, is_async=True
-        )
-    return scores
-
-
-@gluon.jit
 def add_product(sums, left, rows):
     """Start to add the product left rows to `sums`; `left` is in registers."""
     added = ()
@@ -190,12 +147,3 @@ def add_transposed_product(sums, left, rows):
     for i in gl.static_range(len(sums)):
         added = added + (warpgroup_mma(left.permute([1, 0]), rows[i], sums[i], is_async=True),)
     return added
-
-
-@gluon.jit
-def finished(sums, LATER: gl.constexpr):
-    """The sums, once no products but the LATER that were started last are under way."""
-    if len(sums) == 1:
-        return (warpgroup_mma_wait(LATER, deps=sums),)
-    else:
-        return warpgroup_mma_wait(LATER, deps=sums)

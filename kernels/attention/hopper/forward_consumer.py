@@ -2,8 +2,9 @@
 
 The two consumers take turns at the matrix unit. A turn is the product of one block's probabilities
 and values, then the next block's scores; meanwhile the other consumer computes its exponentials.
-Values of a head above 128 come in parts of their columns, a product each: the sums of all columns
-and of one whole block would not fit the registers.
+The columns of a head are held in parts (`head_parts`), and values have a product for each. Those of
+a head above 128 start one after another: the sums of all columns and of one whole block would not
+fit the registers.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -21,19 +22,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rl_consistency.kernels.attention.hopper.forward_producer import (
     CONSUMER_ROWS,
-    STAGES,
     count_tiles,
     entry_of,
     extent,
+    used_parts,
+    value_parts,
+    values_at,
 )
+from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, finished, start_scores
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
     OWN_LANES,
+    finish_rows,
     halve,
     keep_seen,
     own_stored_layout,
+    places_of,
     thread_barrier,
-    write_rows,
+    write_columns,
+    write_lse,
 )
 
 
@@ -62,41 +69,69 @@ def _give_turn(turns, WHICH: gl.constexpr):
 def _free(empty, done):
     """Tell the producer that this consumer has read the buffer of block `done`."""
     thread_barrier()
-    mbarrier.arrive(empty.index(done % STAGES), count=1)
+    mbarrier.arrive(empty.index(done % empty.shape[0]), count=1)
 
 
 @gluon.jit
-def _start_scores(done, q, ring, PARTS: gl.constexpr, S: gl.constexpr):
-    """Start the scores [64, keys] of a block: one chain over the parts of the heads' columns."""
+def _start_scores(done, q, ring, S: gl.constexpr):
+    """Start the scores [64, keys] of a block."""
     k_bufs, _v_bufs, k_full, _v_full, _k_empty, _v_empty = ring
-    keys: gl.constexpr = k_bufs.shape[1]
-    apart: gl.constexpr = k_bufs.shape[0] // STAGES
-    slot = done % STAGES
-    mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
-    scores = gl.zeros([CONSUMER_ROWS, keys], gl.float32, S)
-    for part in gl.static_range(PARTS):
-        scores = warpgroup_mma(
-            q[part], k_bufs.index(slot * apart + part).permute([1, 0]), scores,
-            use_acc=part > 0, is_async=True,
-        )  # fmt: skip
-    return scores
+    stages: gl.constexpr = k_full.shape[0]
+    slot = done % stages
+    mbarrier.wait(k_full.index(slot), (done // stages) & 1)
+    return start_scores(q, buffer_at(k_bufs, slot), S)
+
+
+@gluon.constexpr_function
+def _sums_layout(columns):
+    """The layout of sums [64, columns] of the values."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
-def _start_values(rounded, slot, v_bufs, PART: gl.constexpr, P: gl.constexpr):
+def _no_sums(DIM: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Sums of the values that are zero."""
+    PARTS: gl.constexpr = value_parts(DIM)
+    made = ()
+    for i in gl.static_range(used_parts(DIM, HEAD_DIM)):
+        made = made + (
+            gl.full([CONSUMER_ROWS, PARTS[i][1]], 0.0, gl.float32, _sums_layout(PARTS[i][1])),
+        )
+    return made
+
+
+@gluon.jit
+def _operands(p, acc):
+    """The probabilities as the product with each part of the values takes them."""
+    made = ()
+    for i in gl.static_range(len(acc)):
+        made = made + (gl.convert_layout(p, gl.DotOperandLayout(0, acc[i].type.layout, k_width=2)),)
+    return made
+
+
+@gluon.jit
+def _start_values(p, slot, ring, acc, PART: gl.constexpr):
     """Start the product of a block's probabilities and one part of the values' columns."""
-    width: gl.constexpr = v_bufs.shape[2]
-    apart: gl.constexpr = v_bufs.shape[0] // STAGES
-    nothing = gl.zeros([CONSUMER_ROWS, width], gl.float32, P)
+    nothing = gl.zeros_like(acc[PART])
     return warpgroup_mma(
-        rounded, v_bufs.index(slot * apart + PART), nothing, use_acc=False, is_async=True
+        p[PART], values_at(ring, slot, PART), nothing, use_acc=False, is_async=True
     )
 
 
 @gluon.jit
-def _first_scores(done, q, ring, turns, WHICH: gl.constexpr, PARTS: gl.constexpr, S: gl.constexpr):
+def _beside(x, acc):
+    """x [64] beside the sums [64, columns] of each part."""
+    made = ()
+    for i in gl.static_range(len(acc)):
+        rows = gl.convert_layout(x, gl.SliceLayout(1, acc[i].type.layout))
+        made = made + (gl.expand_dims(rows, 1),)
+    return made
+
+
+@gluon.jit
+def _first_scores(done, q, ring, turns, WHICH: gl.constexpr, S: gl.constexpr):
     """Scores [64, keys] of a block that `_consume_block` did not start."""
-    scores = _start_scores(done, q, ring, PARTS, S)
+    scores = _start_scores(done, q, ring, S)
     _give_turn(turns, WHICH)
     scores = warpgroup_mma_wait(0, deps=[scores])
     _free(ring[4], done)
@@ -107,7 +142,7 @@ def _first_scores(done, q, ring, turns, WHICH: gl.constexpr, PARTS: gl.constexpr
 def _consume_block(
     done, start, scores, q, ring, turns, taken, position, window, factor, m, lanes,
     acc, DIM: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, WHICH: gl.constexpr,
-    S: gl.constexpr, P: gl.constexpr,
+    S: gl.constexpr,
 ):  # fmt: skip
     """(next scores, m, lanes, acc) after folding the block of `scores`.
 
@@ -115,11 +150,13 @@ def _consume_block(
     its own, which nothing reads.
     """
     k_bufs, v_bufs, _k_full, v_full, k_empty, v_empty = ring
-    dtype: gl.constexpr = v_bufs.dtype
-    keys: gl.constexpr = k_bufs.shape[1]
-    parts: gl.constexpr = len(acc)
+    keys: gl.constexpr = k_bufs[0].shape[1]
+    # Products whose sums the registers hold beside those of all blocks before.
+    held: gl.constexpr = len(acc) if DIM <= 128 else 1
+    early: gl.constexpr = len(acc) - held
     lane_layout: gl.constexpr = lanes.type.layout
-    slot = done % STAGES
+    stages: gl.constexpr = v_full.shape[0]
+    slot = done % stages
     if MASKED:
         scores = keep_seen(scores, position - start, window, keys, WINDOWED)
     block_m = gl.max(scores, axis=1) * factor
@@ -128,11 +165,12 @@ def _consume_block(
         shift = gl.where(block_m == NEG_INF, 0.0, block_m)
     down = gl.expand_dims(-shift, 1) + gl.zeros_like(scores)
     p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), down))
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=P, k_width=2)
-    rounded = gl.convert_layout(p.to(dtype), operand)
-    mbarrier.wait(v_full.index(slot), (done // STAGES) & 1)
+    rounded = _operands(p.to(v_bufs[0].dtype), acc)
+    mbarrier.wait(v_full.index(slot), (done // stages) & 1)
     _take_turn(turns, taken, WHICH)
-    coming = _start_values(rounded, slot, v_bufs, 0, P)
+    coming = ()
+    for i in gl.static_range(held):
+        coming = coming + (_start_values(rounded, slot, ring, acc, i),)
     # The row sums and the new maximum do not wait for the product.
     if keys == 128:
         p = halve(p, CONSUMER_ROWS, 128)
@@ -147,28 +185,50 @@ def _consume_block(
     left_lanes = gl.expand_dims(gl.convert_layout(left, gl.SliceLayout(1, lane_layout)), 1)
     right_lanes = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(1, lane_layout)), 1)
     lanes = gl.fma(part, right_lanes + gl.zeros_like(part), lanes * left_lanes)
-    left_acc = gl.expand_dims(gl.convert_layout(left, gl.SliceLayout(1, P)), 1)
-    right_acc = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(1, P)), 1)
+    left, right = _beside(left, acc), _beside(right, acc)
     folded = ()
-    for i in gl.static_range(parts - 1):
-        block_acc = coming
-        coming = _start_values(rounded, slot, v_bufs, i + 1, P)
-        scaled = acc[i] * left_acc
+    for i in gl.static_range(early):
+        block_acc = coming[0]
+        coming = (_start_values(rounded, slot, ring, acc, i + 1),)
+        scaled = acc[i] * left[i]
         block_acc = warpgroup_mma_wait(1, deps=[block_acc])
-        scaled = gl.fma(block_acc, right_acc + gl.zeros_like(scaled), scaled)
+        scaled = gl.fma(block_acc, right[i] + gl.zeros_like(scaled), scaled)
         folded = folded + (_now(scaled),)
-    scaled = acc[parts - 1] * left_acc
-    block_acc = warpgroup_mma_wait(0, deps=[coming])
+    scaled = ()
+    for i in gl.static_range(held):
+        scaled = scaled + (acc[early + i] * left[early + i],)
+    coming = finished(coming, 0)
     _free(v_empty, done)
-    if MASKED:
-        last = gl.fma(block_acc, right_acc + gl.zeros_like(scaled), scaled)
-    else:
-        following = _start_scores(done + 1, q, ring, DIM // k_bufs.shape[2], S)
-        last = gl.fma(block_acc, right_acc + gl.zeros_like(scaled), scaled)
+    if not MASKED:
+        following = _start_scores(done + 1, q, ring, S)
+    for i in gl.static_range(held):
+        share = right[early + i] + gl.zeros_like(scaled[i])
+        folded = folded + (gl.fma(coming[i], share, scaled[i]),)
+    if not MASKED:
         _give_turn(turns, WHICH)
         scores = warpgroup_mma_wait(0, deps=[following])
         _free(k_empty, done + 1)
-    return scores, new_m, lanes, folded + (last,)
+    return scores, new_m, lanes, folded
+
+
+@gluon.jit
+def _write_results(
+    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """o and lse of this consumer's rows, first .. of a sequence; see `write_rows`."""
+    PARTS: gl.constexpr = value_parts(DIM)
+    out, lse = finish_rows(m, lanes, acc, OWN_LANES)
+    for i in gl.static_range(len(out)):
+        places = places_of(
+            out[i], first, kv_head, start_row, q_len, GROUP, own_stored_layout(PARTS[i][1])
+        )
+        write_columns(
+            OUT + PARTS[i][0], out[i], places, stride_ot, stride_oh, HEAD_DIM - PARTS[i][0],
+            own_stored_layout(PARTS[i][1]),
+        )  # fmt: skip
+        if i == 0:
+            write_lse(LSE, lse, places, stride_lse, own_stored_layout(PARTS[i][1]))
 
 
 @gluon.jit
@@ -179,15 +239,11 @@ def consume(
 ):  # fmt: skip
     """One consumer, of rows 64 * WHICH .. of each tile: a turn for the first scores, then one for
     each block of keys."""
-    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
-    keys: gl.constexpr = k_bufs.shape[1]
-    width: gl.constexpr = v_bufs.shape[2]
-    parts: gl.constexpr = (HEAD_DIM + width - 1) // width
-    score_parts: gl.constexpr = DIM // k_bufs.shape[2]
+    k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
+    keys: gl.constexpr = k_bufs[0].shape[1]
+    stages: gl.constexpr = k_full.shape[0]
     tiles_held: gl.constexpr = q_full.shape[0] // 2
-    q_apart: gl.constexpr = q_bufs.shape[0] // q_full.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
-    P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     window = place[5]
     done = gl.to_tensor(0)
@@ -207,9 +263,7 @@ def consume(
         position = past + own // GROUP
         m = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         lanes = gl.zeros([CONSUMER_ROWS, 8], gl.float32, L)
-        acc = ()
-        for _ in gl.static_range(parts):
-            acc = acc + (gl.zeros([CONSUMER_ROWS, width], gl.float32, P),)
+        acc = _no_sums(DIM, HEAD_DIM)
         first_position = past + first // GROUP
         last_position = gl.minimum(past + (first + CONSUMER_ROWS - 1) // GROUP, limit - 1)
         count = gl.minimum(gl.cdiv(last_position + 1 - low, keys), tile_count)
@@ -219,30 +273,28 @@ def consume(
             whole = 0
         taken = done + turn
         buffer = turn % tiles_held * 2 + WHICH
-        q = ()
-        for part in gl.static_range(score_parts):
-            q = q + (q_bufs.index(buffer * q_apart + part),)
+        q = buffer_at(q_bufs, buffer)
         mbarrier.wait(q_full.index(buffer), (turn // tiles_held) & 1)
         _take_turn(turns, taken, WHICH)
-        scores = _first_scores(done, q, ring, turns, WHICH, score_parts, S)
+        scores = _first_scores(done, q, ring, turns, WHICH, S)
         for i in range(whole):
             scores, m, lanes, acc = _consume_block(
                 done + i, low + i * keys, scores, q, ring, turns, taken + 1 + i, position,
-                window, factor, m, lanes, acc, DIM, False, WINDOWED, WHICH, S, P,
+                window, factor, m, lanes, acc, DIM, False, WINDOWED, WHICH, S,
             )  # fmt: skip
         for i in range(whole, count):
             scores, m, lanes, acc = _consume_block(
                 done + i, low + i * keys, scores, q, ring, turns, taken + 1 + i, position,
-                window, factor, m, lanes, acc, DIM, True, WINDOWED, WHICH, S, P,
+                window, factor, m, lanes, acc, DIM, True, WINDOWED, WHICH, S,
             )  # fmt: skip
             if i + 1 < count:
-                scores = _first_scores(done + i + 1, q, ring, turns, WHICH, score_parts, S)
+                scores = _first_scores(done + i + 1, q, ring, turns, WHICH, S)
             else:
                 _give_turn(turns, WHICH)
         for i in range(count, tile_count):
             # Only the other consumer's rows see these blocks.
-            slot = (done + i) % STAGES
-            phase = ((done + i) // STAGES) & 1
+            slot = (done + i) % stages
+            phase = ((done + i) // stages) & 1
             mbarrier.wait(k_full.index(slot), phase)
             _free(k_empty, done + i)
             mbarrier.wait(v_full.index(slot), phase)
@@ -256,11 +308,9 @@ def consume(
         next_start, next_len, next_limit, next_low, next_count = extent(
             sequence, next_first, place, keys, GROUP, WINDOWED
         )
-        for i in gl.static_range(parts):
-            write_rows(
-                OUT + i * width, LSE, m, lanes, acc[i], first, kv_head, start_row, q_len, stride_ot,
-                stride_oh, stride_lse, HEAD_DIM - i * width, CONSUMER_ROWS, GROUP, width,
-                own_stored_layout(width), OWN_LANES,
-            )  # fmt: skip
+        _write_results(
+            OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
+            stride_lse, GROUP, HEAD_DIM, DIM,
+        )  # fmt: skip
         kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
         limit, low, tile_count = next_limit, next_low, next_count

@@ -1,7 +1,7 @@
 """The producer warps of `hopper/forward.py`: which tiles a program has, and the copies of them.
 
-Queries are copied a tile ahead, keys and values through a ring of `STAGES` blocks. A buffer's two
-barriers say that its copy has arrived (`full`) and that all consumers have read it (`empty`).
+Queries are copied a tile ahead, keys and values through a ring of blocks (`stages_of`). A buffer's
+two barriers say that its copy has arrived (`full`) and that all consumers have read it (`empty`).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -12,12 +12,49 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from rl_consistency.kernels.attention.hopper.head_parts import (
+    buffer_at,
+    copy_part,
+    copy_rows,
+    parts_of,
+)
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 
 CONSUMER_ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
+WIDE = 32
+"""Columns of the values that one product of a head above 128 takes: two such products, the sums of
+256 columns and the probabilities fit the registers. With 64 columns more is spilled, and 1,024
+tokens of 8 heads of 256 take 200 us in place of 193 (H100)."""
+
+
+@gluon.constexpr_function
+def value_parts(dim):
+    """`parts_of` for the values: (first column, columns) of each product."""
+    return tuple((i, WIDE) for i in range(0, dim, WIDE)) if dim > 128 else parts_of(dim)
+
+
+@gluon.constexpr_function
+def used_parts(dim, head_dim):
+    """How many of `value_parts` have a column of the head; others hold only zeros."""
+    return sum(first < head_dim for first, _ in value_parts(dim))
+
+
+@gluon.constexpr_function
+def stages_of(dim):
+    """Blocks of keys and values in shared memory. Three fit where heads have two parts: the copy of
+    a sequence's last values, which the producer waits for, then delays the blocks after it less."""
+    return len(parts_of(dim)) + 1
+
+
+@gluon.jit
+def values_at(ring, slot, part: gl.constexpr):
+    """The buffer [keys, columns] of one part of a block's values. Parts of one width lie side by
+    side in one allocation."""
+    k_bufs, v_bufs, _k_full, _v_full, _k_empty, _v_empty = ring
+    alike: gl.constexpr = v_bufs[0].shape[0] // k_bufs[0].shape[0]
+    return v_bufs[part // alike].index(slot * alike + part % alike)
 
 
 @gluon.jit
@@ -52,12 +89,11 @@ def extent(
 
 @gluon.jit
 def _load_queries(
-    Q, q_desc, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
+    Q, q_descs, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
     stride_qh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Fill both consumers' query buffers for the program's turn-th tile."""
-    width: gl.constexpr = q_bufs.shape[2]
-    apart: gl.constexpr = q_bufs.shape[0] // q_full.shape[0]
+    PARTS: gl.constexpr = parts_of(DIM)
     tiles_held: gl.constexpr = q_full.shape[0] // 2
     first = turn % tiles_held * 2
     phase = (turn // tiles_held) & 1
@@ -70,18 +106,17 @@ def _load_queries(
             token_row = start_row + first_row // GROUP + which * tokens
             full = q_full.index(first + which)
             mbarrier.expect(full, CONSUMER_ROWS * DIM * 2)
-            for part in gl.static_range(DIM // width):
-                tma.async_copy_global_to_shared(
-                    q_desc, [token_row, kv_head * GROUP, part * width], full,
-                    q_bufs.index((first + which) * apart + part).reshape([tokens, GROUP, width]),
-                )  # fmt: skip
+            copy_rows(
+                q_descs, token_row, kv_head * GROUP, full, buffer_at(q_bufs, first + which), GROUP,
+                DIM,
+            )  # fmt: skip
     else:
         base = Q + start_row.to(gl.int64) * stride_qt + kv_head.to(gl.int64) * GROUP * stride_qh
         # Not unrolled: the addresses of all rows at once would not fit the registers.
         for which in range(2):
-            for part in gl.static_range(DIM // width):
+            for part in gl.static_range(len(PARTS)):
                 load_rows(
-                    base, q_bufs.index((first + which) * apart + part), part * width,
+                    base, q_bufs[part].index(first + which), PARTS[part][0],
                     first_row + which * CONSUMER_ROWS, q_len * GROUP, stride_qt, stride_qh, GROUP,
                     HEAD_DIM,
                 )  # fmt: skip
@@ -101,7 +136,8 @@ def load_rows(
     """Start to copy rows first .. of a sequence, GROUP to a token, into a buffer [rows, width];
     zeros from row `limit` and column HEAD_DIM on."""
     width: gl.constexpr = buffer.shape[1]
-    chunk: gl.constexpr = 32
+    # At least as many rows as the layout has.
+    chunk: gl.constexpr = 64 if width == 16 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     column = first_column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
     within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
@@ -116,26 +152,24 @@ def load_rows(
 
 @gluon.jit
 def produce(
-    Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
+    Q, V, q_descs, k_descs, v_descs, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
     stride_vt, stride_vh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's tiles one after another."""
-    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
-    keys: gl.constexpr = k_bufs.shape[1]
-    k_width: gl.constexpr = k_bufs.shape[2]
-    v_width: gl.constexpr = v_bufs.shape[2]
-    k_apart: gl.constexpr = k_bufs.shape[0] // STAGES
-    v_apart: gl.constexpr = v_bufs.shape[0] // STAGES
-    # Parts that hold only zeros are left out.
-    v_parts: gl.constexpr = (HEAD_DIM + v_width - 1) // v_width
+    k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
+    stages: gl.constexpr = stages_of(DIM)
+    keys: gl.constexpr = k_bufs[0].shape[1]
+    VALUES: gl.constexpr = value_parts(DIM)
+    used: gl.constexpr = used_parts(DIM, HEAD_DIM)
+    value_columns: gl.constexpr = VALUES[used - 1][0] + VALUES[used - 1][1]
     done = gl.to_tensor(0)
     tiles_here = count_tiles(place[1])
     entry = entry_of(done, place)
     sequence, first_row, kv_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     start_row, q_len, limit, low, count = extent(sequence, first_row, place, keys, GROUP, WINDOWED)
     _load_queries(
-        Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
+        Q, q_descs, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
         stride_qh, GROUP, HEAD_DIM, DIM,
     )  # fmt: skip
     for turn in range(tiles_here):
@@ -146,22 +180,21 @@ def produce(
         )
         for i in range(count):
             start = low + i * keys
-            slot = done % STAGES
-            phase = (done // STAGES) & 1
+            slot = done % stages
+            phase = (done // stages) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), keys * DIM * 2)
-            for part in gl.static_range(DIM // k_width):
-                tma.async_copy_global_to_shared(
-                    k_desc, [start_row + start, kv_head, part * k_width], k_full.index(slot),
-                    k_bufs.index(slot * k_apart + part).reshape([keys, 1, k_width]),
-                )  # fmt: skip
+            copy_rows(
+                k_descs, start_row + start, kv_head, k_full.index(slot), buffer_at(k_bufs, slot), 1,
+                DIM,
+            )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             if start + keys <= limit:
-                mbarrier.expect(v_full.index(slot), keys * v_parts * v_width * 2)
-                for part in gl.static_range(v_parts):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [start_row + start, kv_head, part * v_width], v_full.index(slot),
-                        v_bufs.index(slot * v_apart + part).reshape([keys, 1, v_width]),
+                mbarrier.expect(v_full.index(slot), keys * value_columns * 2)
+                for part in gl.static_range(used):
+                    copy_part(
+                        v_descs[min(part, len(v_descs) - 1)], start_row + start, kv_head,
+                        VALUES[part][0], v_full.index(slot), values_at(ring, slot, part), 1,
                     )  # fmt: skip
             else:
                 # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
@@ -170,9 +203,9 @@ def produce(
                     + (start_row + start).to(gl.int64) * stride_vt
                     + kv_head.to(gl.int64) * stride_vh
                 )
-                for part in gl.static_range(v_parts):
+                for part in gl.static_range(used):
                     load_rows(
-                        base, v_bufs.index(slot * v_apart + part), part * v_width, 0, limit - start,
+                        base, values_at(ring, slot, part), VALUES[part][0], 0, limit - start,
                         stride_vt, stride_vh, 1, HEAD_DIM,
                     )  # fmt: skip
                 async_copy.commit_group()
@@ -180,16 +213,16 @@ def produce(
                 fence_async_shared()
                 thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
-            # Once this tile's second block has a slot, the tile before has freed the next tile's
+            # Once this tile's block `stages` has a slot, the tile before has freed the next tile's
             # query buffer. Any earlier the producer would have to wait. Where all tiles use the
             # same buffer, this one's consumers need all their blocks before they free it.
             last = count - 1
             if q_full.shape[0] > 2:
-                last = gl.minimum(last, 1)
+                last = gl.minimum(last, stages - 1)
             if (i == last) & (turn + 1 < tiles_here):
                 _load_queries(
-                    Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
-                    next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM,
+                    Q, q_descs, q_bufs, q_full, q_empty, turn + 1, next_head, next_first,
+                    next_start, next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM,
                 )  # fmt: skip
             # Phases repeat, so no warp may fall behind by a whole round of the buffers.
             thread_barrier()

@@ -2,7 +2,7 @@
 out a tile of the forward pass."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -81,10 +81,15 @@ def stored_layout(columns: int) -> gl.BlockedLayout:
 @gluon.constexpr_function
 def own_stored_layout(columns: int) -> gl.DistributedLinearLayout:
     """The same for 64 rows that a product left with 16 in each warp: they stay there."""
-    wider = [[0, n] for n in (32, 64, 128) if n < columns]
+    held, lanes = [[0, n] for n in (32, 64, 128) if n < columns], [[0, 8]]
+    if columns == 16:
+        lanes += [[1, 0], [2, 0], [4, 0], [8, 0]]
+    else:
+        lanes += [[0, 16], [1, 0], [2, 0], [4, 0]]
+        held += [[8, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], *wider, [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[0, 1], [0, 2], [0, 4], *held],
+        lanes,
         [[16, 0], [32, 0]],
         [],
         [64, columns],
@@ -106,37 +111,70 @@ OWN_LANES = gl.constexpr(
 
 
 @gluon.jit
-def write_rows(
-    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    columns, R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STORED: gl.constexpr,
-    ADDED: gl.constexpr,
-):  # fmt: skip
-    """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] in log2
-    units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM], of which
-    `columns` are written. STORED and ADDED are layouts of acc and lanes: see `stored_layout` and
-    `LANES`."""
-    summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+def finish_rows(m, lanes, acc, ADDED: gl.constexpr):
+    """(o, lse [R]) of the sums of R rows: m [R] in log2 units, lanes [R, 8] (the last three levels
+    of the tree are left), acc and o with [R, columns] for each part. ADDED is a layout of lanes:
+    see `LANES`."""
+    R: gl.constexpr = lanes.shape[0]
+    summed: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     single = gl.convert_layout(lanes, ADDED)
     total = halve(halve(halve(single, R, 8), R, 4), R, 2)
     length = gl.convert_layout(total.reshape(R), summed)
     maximum = gl.convert_layout(m, summed)
     seen = length > 0
     inverse = gl.div_rn(gl.full_like(length, 1.0), gl.where(seen, length, 1.0))
-    out = acc * gl.expand_dims(inverse, 1) + 0.0
+    out = (acc[0] * gl.expand_dims(inverse, 1) + 0.0,)
+    for i in gl.static_range(1, len(acc)):
+        own = gl.convert_layout(inverse, gl.SliceLayout(1, acc[i].type.layout))
+        out = out + (acc[i] * gl.expand_dims(own, 1) + 0.0,)
     lse = gl.where(seen, (maximum + gl.log2(length)) * LN2, NEG_INF)
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
-    row = first + gl.arange(0, R, layout=gl.SliceLayout(1, STORED))
+    return out, lse
+
+
+@gluon.jit
+def places_of(out, first, kv_head, start_row, q_len, GROUP: gl.constexpr, STORED: gl.constexpr):
+    """(column, token, query head, whether it exists) of rows first .. of a sequence, as many as
+    `out` [R, N] has. STORED is a layout of `out`: see `stored_layout`."""
+    column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, STORED))
+    row = first + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, STORED))
     token_row = (start_row + row // GROUP).to(gl.int64)
     head = kv_head * GROUP + row % GROUP
-    valid = row < q_len * GROUP
+    return column, token_row, head, row < q_len * GROUP
+
+
+@gluon.jit
+def write_columns(OUT, out, places, stride_ot, stride_oh, columns, STORED: gl.constexpr):
+    """Write o [R, N], of which `columns` are written."""
+    column, token_row, head, valid = places
     pointer = (
         OUT + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
-        + gl.expand_dims(dim, 0)
+        + gl.expand_dims(column, 0)
     )  # fmt: skip
-    mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < columns, 0)
+    mask = gl.expand_dims(valid, 1) & gl.expand_dims(column < columns, 0)
     gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), STORED), mask=mask)
+
+
+@gluon.jit
+def write_lse(LSE, lse, places, stride_lse, STORED: gl.constexpr):
+    """Write lse [R]."""
+    _column, token_row, head, valid = places
     lse = gl.convert_layout(lse, gl.SliceLayout(1, STORED))
     gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
+
+
+@gluon.jit
+def write_rows(
+    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
+    columns, R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STORED: gl.constexpr,
+    ADDED: gl.constexpr,
+):  # fmt: skip
+    """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] and lanes
+    [R, 8] as `finish_rows` has them, acc [R, DIM], of which `columns` are written. STORED and ADDED
+    are layouts of acc and lanes: see `stored_layout` and `LANES`."""
+    out, lse = finish_rows(m, lanes, (acc,), ADDED)
+    places = places_of(out[0], first, kv_head, start_row, q_len, GROUP, STORED)
+    write_columns(OUT, out[0], places, stride_ot, stride_oh, columns, STORED)
+    write_lse(LSE, lse, places, stride_lse, STORED)
 
 
 _BOXED: dict[tuple[object, ...], gl.NVMMASharedLayout] = {}

@@ -10,7 +10,7 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     chain_layout,
     empty_chains,
 )
-from rl_consistency.kernels.attention.hopper.backward_parts import parts_of
+from rl_consistency.kernels.attention.hopper.head_parts import parts_of
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import chain_bytes, hopper_columns
 
@@ -21,7 +21,7 @@ def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence()
     assert chain_bytes(PackedSequences.of([], []), 4, 64) == 0
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("lens", [[1], [129, 0, 1], [128, 64]])
 def test_boxes_of_the_chains_are_a_tile_and_all_tiles_fit(dim, lens):
     layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
@@ -33,7 +33,7 @@ def test_boxes_of_the_chains_are_a_tile_and_all_tiles_fit(dim, lens):
     assert chains.numel() * 4 == (chain_bytes(layout, 2, dim) or 4 * QUERIES.value * dim)
 
 
-@pytest.mark.parametrize("head_dim", [48, 64, 65, 80, 96, 97, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 65, 80, 81, 96, 97, 128])
 def test_parts_hold_all_columns_of_a_head_and_buffers_can_have_as_many(head_dim):
     dim, end = hopper_columns(head_dim), 0
     for first, columns in parts_of(dim):
@@ -44,7 +44,7 @@ def test_parts_hold_all_columns_of_a_head_and_buffers_can_have_as_many(head_dim)
     assert head_dim <= dim == end
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
 def test_shared_memory_holds_a_chain_as_threads_do(dim):
     """Neighbouring lanes hold 16 bytes each, side by side: no two of a warp in one bank."""
     bases = chain_layout.fn(dim).offset_bases

@@ -8,6 +8,7 @@ import torch
 from rl_consistency.kernels.attention.op import attention_paged
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,
+    FP16,
     FP32,
     MAIN,
     WINDOWED,
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "case", [MAIN, WINDOWED, Case(BF16, 80, heads=6), Case(FP32, 32)], ids=name
+    "case",
+    [MAIN, WINDOWED, Case(BF16, 80, heads=6), Case(FP16, 96, 300), Case(FP32, 32)],
+    ids=name,
 )
 def test_sequences_without_a_past_may_read_keys_where_the_call_has_them(case):
     """Prompts, continued prompts and decoded tokens in one call, and prompts alone."""

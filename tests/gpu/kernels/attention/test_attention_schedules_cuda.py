@@ -28,6 +28,8 @@ from rl_consistency.kernels.attention.schedules import (
     DECODE,
     FIVE_PRODUCTS,
     PREFILL,
+    PREFILL_HOPPER,
+    PREFILL_POINTERS,
     SEVEN_PRODUCTS,
     admits,
     backward_entries,
@@ -78,7 +80,12 @@ def within_resources(call):
 SCHEDULE_CASES = (
     *(MAIN, Case(BF16, 64, 100), Case(FP32, 32), Case(FP16, 80), Case(BF16, 256)),
     *(Case(BF16, 96, 300, heads=14), Case(BF16, 48, heads=6), Case(FP16, 176, 200)),
+    *(Case(BF16, 80, 100, heads=6), Case(FP16, 96, heads=2)),
 )
+
+
+BORDERS = [1, 63, 64, 65, 127, 0, 128, 129, 191, 192, 193, 1000, 16, 2300]
+"""Lengths around the borders of a tile."""
 
 
 def assert_same_bytes_where_they_fit(calls):
@@ -99,6 +106,27 @@ def test_every_prefill_schedule_gives_the_same_bytes(case):
     results = assert_same_bytes_where_they_fit([partial(call, schedule=s) for s in table])
     for schedule, found in zip(table, results, strict=True):
         assert found is not None or not schedule.specialized
+
+
+@pytest.mark.parametrize("dim", [72, 80, 88, 96])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
+def test_prefill_of_heads_in_two_parts_gives_the_bytes_of_plain_kernels(
+    dim, window, dtype, heads, kv_heads
+):
+    """Short sequences around the borders of a tile, several tiles to a program. Heads lie 128
+    columns apart: those of 72 and 88 side by side would not be on lines of 32 bytes."""
+    case = Case(dtype, 128, window, heads, kv_heads)
+    lengths = BORDERS * 6
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    q, k, v = (x[..., :dim] for x in drawn(case, sum(lengths), 0)[:3])
+    layout = PackedSequences.of(starts, lengths)
+    if not admits(PREFILL_HOPPER, layout, q, k, v):
+        pytest.skip("needs sm_90")
+    call = partial(attention_fwd, q, k, v, layout, *case.options.values())
+    plain = call(schedule=PREFILL_POINTERS)
+    for _ in range(5):
+        assert all_same(call(schedule=PREFILL_HOPPER), plain)
 
 
 @pytest.mark.parametrize("case", SCHEDULE_CASES, ids=name)
@@ -123,10 +151,6 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     by_key = [s for s in by_key if admits(s, layout, do, q, k, v)]
     calls = [partial(call, query_schedule=s) for s in by_query]
     assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
-
-
-BORDERS = [1, 63, 64, 65, 127, 0, 128, 129, 191, 192, 193, 1000, 16, 2300]
-"""Lengths around the borders of a tile."""
 
 
 @pytest.fixture(params=[1, 2, 8], ids="{} heads".format)
