@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.backward_statistics_triton import delta_of
 from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
-from rl_consistency.kernels.attention.hopper import wide_backward
+from rl_consistency.kernels.attention.hopper.wide import backward as wide_backward
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, Schedule
 from rl_consistency.kernels.attention.tiles_triton import (

@@ -97,7 +97,7 @@ class Schedule:
     """Whether packed keys are read through tensor descriptors (sm_90)."""
     specialized: bool = False
     """Whether warps are specialised (sm_90): `hopper/forward.py`, `hopper/backward.py` and
-    `hopper/wide_backward.py`."""
+    `hopper/wide/backward.py`."""
     ring: int = 0
     """Shared buffers through which `hopper/decode.py` copies paged keys and values (sm_90)."""
     spread: bool = False

@@ -115,7 +115,7 @@ def _load_queries(
         # Not unrolled: the addresses of all rows at once would not fit the registers.
         for which in range(2):
             for part in gl.static_range(len(PARTS)):
-                load_rows(
+                copy_masked_rows(
                     base, q_bufs[part].index(first + which), PARTS[part][0],
                     first_row + which * CONSUMER_ROWS, q_len * GROUP, stride_qt, stride_qh, GROUP,
                     HEAD_DIM,
@@ -129,7 +129,7 @@ def _load_queries(
 
 
 @gluon.jit
-def load_rows(
+def copy_masked_rows(
     base, buffer, first_column, first, limit, stride_t, stride_h, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def produce(
                     + kv_head.to(gl.int64) * stride_vh
                 )
                 for part in gl.static_range(used):
-                    load_rows(
+                    copy_masked_rows(
                         base, values_at(ring, slot, part), VALUES[part][0], 0, limit - start,
                         stride_vt, stride_vh, 1, HEAD_DIM,
                     )  # fmt: skip

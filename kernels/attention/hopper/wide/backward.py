@@ -1,5 +1,5 @@
 """The backward pass on sm_90 for heads of 129 to 256, with specialised warps: one kernel for dq
-(`wide_queries`), one for dk and dv (`wide_keys`).
+(`dq`), one for dk and dv (`dkv`).
 
 One kernel for all (`hopper/backward.py`) would pass the sums of dq through memory after every 64
 keys, since the sums of dk and dv for more would not fit the registers: twice the bytes of its
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, head_descriptor
-from rl_consistency.kernels.attention.hopper.wide_keys import attention_wide_dkv_kernel
-from rl_consistency.kernels.attention.hopper.wide_queries import attention_wide_dq_kernel
+from rl_consistency.kernels.attention.hopper.wide.dkv import attention_wide_dkv_kernel
+from rl_consistency.kernels.attention.hopper.wide.dq import attention_wide_dq_kernel
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, SEVEN_PRODUCTS, padded, reach
 

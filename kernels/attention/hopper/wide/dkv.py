@@ -1,4 +1,4 @@
-"""dk and dv of heads of 129 to 256 on sm_90; see `hopper/wide_backward.py`.
+"""dk and dv of heads of 129 to 256 on sm_90; see `hopper/wide/backward.py`.
 
 A program owns 64 keys of one KV head, for all query heads of the group. Each half of its eight
 computing warps has the scores of half of a step's queries, which it hands to the other half in
@@ -20,11 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_consistency.kernels.attention.hopper.backward_parts import (
-    load_rows,
-    start_scores,
-    write_rows,
-)
+from rl_consistency.kernels.attention.hopper.backward_parts import load_rows, write_rows
+from rl_consistency.kernels.attention.hopper.head_parts import start_scores
 from rl_consistency.kernels.attention.hopper.tiles import barriers, signal, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, SEVEN_PRODUCTS
 from rl_consistency.kernels.core.remembered_launch import remembered

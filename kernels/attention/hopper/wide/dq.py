@@ -1,4 +1,4 @@
-"""dq of heads of 129 to 256 on sm_90; see `hopper/wide_backward.py`.
+"""dq of heads of 129 to 256 on sm_90; see `hopper/wide/backward.py`.
 
 A program owns 128 queries of one head. Each of two consumers has 64 of them, and their dq in
 registers; a producer copies keys and values. There is room for two blocks of keys, which are needed
@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_consistency.kernels.attention.hopper.backward_parts import start_scores, write_rows
-from rl_consistency.kernels.attention.hopper.forward_producer import load_rows
+from rl_consistency.kernels.attention.hopper.backward_parts import write_rows
+from rl_consistency.kernels.attention.hopper.forward_producer import copy_masked_rows
+from rl_consistency.kernels.attention.hopper.head_parts import start_scores
 from rl_consistency.kernels.attention.hopper.tiles import (
     barriers,
     fresh_zero,
@@ -96,9 +97,11 @@ def _copy_keys(
             mbarrier.wait(v_empty, i & 1 ^ 1)
             k_from = K + row * stride_kt + kv_head.to(gl.int64) * stride_kh
             v_from = V + row * stride_vt + kv_head.to(gl.int64) * stride_vh
-            left = limit - start
-            load_rows(k_from, k_bufs.index(slot), 0, 0, left, stride_kt, stride_kh, 1, HEAD_DIM)
-            load_rows(v_from, v_buf.index(0), 0, 0, left, stride_vt, stride_vh, 1, HEAD_DIM)
+            k_buf, left = k_bufs.index(slot), limit - start
+            copy_masked_rows(k_from, k_buf, 0, 0, left, stride_kt, stride_kh, 1, HEAD_DIM)
+            copy_masked_rows(
+                v_from, v_buf.index(0), 0, 0, left, stride_vt, stride_vh, 1, HEAD_DIM
+            )  # fmt: skip
             async_copy.commit_group()
             async_copy.wait_group(0)
             fence_async_shared()
