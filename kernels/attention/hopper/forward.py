@@ -18,8 +18,8 @@ from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.forward_consumer import consume
 from rl_consistency.kernels.attention.hopper.forward_producer import (
     CONSUMER_ROWS,
+    STAGES,
     produce,
-    stages_of,
     value_parts,
 )
 from rl_consistency.kernels.attention.hopper.forward_tiles import Deal
@@ -55,19 +55,18 @@ def attention_hopper_kernel(
     keys: gl.constexpr = k_desc.block_shape[0]
     # Of two consumers, and of two tiles where these fit.
     queries: gl.constexpr = 4 if DIM <= 128 else 2
-    stages: gl.constexpr = stages_of(DIM)
     q_descs, k_descs, v_descs = (q_desc,), (k_desc,), (v_desc,)
     if q_rest is not None:
         q_descs, k_descs, v_descs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest)
     q_bufs = buffers(dtype, queries, CONSUMER_ROWS, DIM)
-    k_bufs = buffers(dtype, stages, keys, DIM)
+    k_bufs = buffers(dtype, STAGES, keys, DIM)
     if DIM <= 128:
-        v_bufs = buffers(dtype, stages, keys, DIM)
+        v_bufs = buffers(dtype, STAGES, keys, DIM)
     else:
-        v_bufs = buffers(dtype, stages * len(value_parts(DIM)), keys, value_parts(DIM)[0][1])
+        v_bufs = buffers(dtype, STAGES * len(value_parts(DIM)), keys, value_parts(DIM)[0][1])
     q_full, q_empty = barriers(queries), barriers(queries)
     k_full, v_full, k_empty, v_empty = (
-        barriers(stages), barriers(stages), barriers(stages), barriers(stages)
+        barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES)
     )  # fmt: skip
     turns = barriers(2)
     for i in gl.static_range(2):
@@ -75,7 +74,7 @@ def attention_hopper_kernel(
     for i in gl.static_range(queries):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(stages):
+    for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         # Both consumers read every block.

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rl_consistency.kernels.attention.hopper.forward_producer import (
     CONSUMER_ROWS,
+    STAGES,
     count_tiles,
     entry_of,
     extent,
@@ -69,16 +70,15 @@ def _give_turn(turns, WHICH: gl.constexpr):
 def _free(empty, done):
     """Tell the producer that this consumer has read the buffer of block `done`."""
     thread_barrier()
-    mbarrier.arrive(empty.index(done % empty.shape[0]), count=1)
+    mbarrier.arrive(empty.index(done % STAGES), count=1)
 
 
 @gluon.jit
 def _start_scores(done, q, ring, S: gl.constexpr):
     """Start the scores [64, keys] of a block."""
     k_bufs, _v_bufs, k_full, _v_full, _k_empty, _v_empty = ring
-    stages: gl.constexpr = k_full.shape[0]
-    slot = done % stages
-    mbarrier.wait(k_full.index(slot), (done // stages) & 1)
+    slot = done % STAGES
+    mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
     return start_scores(q, buffer_at(k_bufs, slot), S)
 
 
@@ -110,11 +110,11 @@ def _operands(p, acc):
 
 
 @gluon.jit
-def _start_values(p, slot, ring, acc, PART: gl.constexpr):
+def _start_values(p, slot, v_bufs, acc, PART: gl.constexpr):
     """Start the product of a block's probabilities and one part of the values' columns."""
     nothing = gl.zeros_like(acc[PART])
     return warpgroup_mma(
-        p[PART], values_at(ring, slot, PART), nothing, use_acc=False, is_async=True
+        p[PART], values_at(v_bufs, slot, PART), nothing, use_acc=False, is_async=True
     )
 
 
@@ -155,8 +155,7 @@ def _consume_block(
     held: gl.constexpr = len(acc) if DIM <= 128 else 1
     early: gl.constexpr = len(acc) - held
     lane_layout: gl.constexpr = lanes.type.layout
-    stages: gl.constexpr = v_full.shape[0]
-    slot = done % stages
+    slot = done % STAGES
     if MASKED:
         scores = keep_seen(scores, position - start, window, keys, WINDOWED)
     block_m = gl.max(scores, axis=1) * factor
@@ -166,11 +165,11 @@ def _consume_block(
     down = gl.expand_dims(-shift, 1) + gl.zeros_like(scores)
     p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), down))
     rounded = _operands(p.to(v_bufs[0].dtype), acc)
-    mbarrier.wait(v_full.index(slot), (done // stages) & 1)
+    mbarrier.wait(v_full.index(slot), (done // STAGES) & 1)
     _take_turn(turns, taken, WHICH)
     coming = ()
     for i in gl.static_range(held):
-        coming = coming + (_start_values(rounded, slot, ring, acc, i),)
+        coming = coming + (_start_values(rounded, slot, v_bufs, acc, i),)
     # The row sums and the new maximum do not wait for the product.
     if keys == 128:
         p = halve(p, CONSUMER_ROWS, 128)
@@ -189,7 +188,7 @@ def _consume_block(
     folded = ()
     for i in gl.static_range(early):
         block_acc = coming[0]
-        coming = (_start_values(rounded, slot, ring, acc, i + 1),)
+        coming = (_start_values(rounded, slot, v_bufs, acc, i + 1),)
         scaled = acc[i] * left[i]
         block_acc = warpgroup_mma_wait(1, deps=[block_acc])
         scaled = gl.fma(block_acc, right[i] + gl.zeros_like(scaled), scaled)
@@ -241,7 +240,6 @@ def consume(
     each block of keys."""
     k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
     keys: gl.constexpr = k_bufs[0].shape[1]
-    stages: gl.constexpr = k_full.shape[0]
     tiles_held: gl.constexpr = q_full.shape[0] // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -293,8 +291,8 @@ def consume(
                 _give_turn(turns, WHICH)
         for i in range(count, tile_count):
             # Only the other consumer's rows see these blocks.
-            slot = (done + i) % stages
-            phase = ((done + i) // stages) & 1
+            slot = (done + i) % STAGES
+            phase = ((done + i) // STAGES) & 1
             mbarrier.wait(k_full.index(slot), phase)
             _free(k_empty, done + i)
             mbarrier.wait(v_full.index(slot), phase)

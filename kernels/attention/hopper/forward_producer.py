@@ -1,7 +1,7 @@
 """The producer warps of `hopper/forward.py`: which tiles a program has, and the copies of them.
 
-Queries are copied a tile ahead, keys and values through a ring of blocks (`stages_of`). A buffer's
-two barriers say that its copy has arrived (`full`) and that all consumers have read it (`empty`).
+Queries are copied a tile ahead, keys and values through a ring of `STAGES` blocks. A buffer's two
+barriers say that its copy has arrived (`full`) and that all consumers have read it (`empty`).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -23,6 +23,7 @@ from rl_consistency.kernels.attention.hopper.head_parts import (
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 
 CONSUMER_ROWS = gl.constexpr(64)
+STAGES = gl.constexpr(2)
 WIDE = 32
 """Columns of the values that one product of a head above 128 takes: two such products, the sums of
 256 columns and the probabilities fit the registers. With 64 columns more is spilled, and 1,024
@@ -41,19 +42,11 @@ def used_parts(dim, head_dim):
     return sum(first < head_dim for first, _ in value_parts(dim))
 
 
-@gluon.constexpr_function
-def stages_of(dim):
-    """Blocks of keys and values in shared memory. Three fit where heads have two parts: the copy of
-    a sequence's last values, which the producer waits for, then delays the blocks after it less."""
-    return len(parts_of(dim)) + 1
-
-
 @gluon.jit
-def values_at(ring, slot, part: gl.constexpr):
+def values_at(v_bufs, slot, part: gl.constexpr):
     """The buffer [keys, columns] of one part of a block's values. Parts of one width lie side by
     side in one allocation."""
-    k_bufs, v_bufs, _k_full, _v_full, _k_empty, _v_empty = ring
-    alike: gl.constexpr = v_bufs[0].shape[0] // k_bufs[0].shape[0]
+    alike: gl.constexpr = v_bufs[0].shape[0] // STAGES
     return v_bufs[part // alike].index(slot * alike + part % alike)
 
 
@@ -157,8 +150,7 @@ def produce(
     DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's tiles one after another."""
-    k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
-    stages: gl.constexpr = stages_of(DIM)
+    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     keys: gl.constexpr = k_bufs[0].shape[1]
     VALUES: gl.constexpr = value_parts(DIM)
     used: gl.constexpr = used_parts(DIM, HEAD_DIM)
@@ -180,8 +172,8 @@ def produce(
         )
         for i in range(count):
             start = low + i * keys
-            slot = done % stages
-            phase = (done // stages) & 1
+            slot = done % STAGES
+            phase = (done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), keys * DIM * 2)
             copy_rows(
@@ -194,7 +186,7 @@ def produce(
                 for part in gl.static_range(used):
                     copy_part(
                         v_descs[min(part, len(v_descs) - 1)], start_row + start, kv_head,
-                        VALUES[part][0], v_full.index(slot), values_at(ring, slot, part), 1,
+                        VALUES[part][0], v_full.index(slot), values_at(v_bufs, slot, part), 1,
                     )  # fmt: skip
             else:
                 # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
@@ -205,7 +197,7 @@ def produce(
                 )
                 for part in gl.static_range(used):
                     copy_masked_rows(
-                        base, values_at(ring, slot, part), VALUES[part][0], 0, limit - start,
+                        base, values_at(v_bufs, slot, part), VALUES[part][0], 0, limit - start,
                         stride_vt, stride_vh, 1, HEAD_DIM,
                     )  # fmt: skip
                 async_copy.commit_group()
@@ -213,12 +205,12 @@ def produce(
                 fence_async_shared()
                 thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
-            # Once this tile's block `stages` has a slot, the tile before has freed the next tile's
+            # Once this tile's second block has a slot, the tile before has freed the next tile's
             # query buffer. Any earlier the producer would have to wait. Where all tiles use the
             # same buffer, this one's consumers need all their blocks before they free it.
             last = count - 1
             if q_full.shape[0] > 2:
-                last = gl.minimum(last, stages - 1)
+                last = gl.minimum(last, 1)
             if (i == last) & (turn + 1 < tiles_here):
                 _load_queries(
                     Q, q_descs, q_bufs, q_full, q_empty, turn + 1, next_head, next_first,
