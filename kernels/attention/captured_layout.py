@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class CapturedPagedAttention(PagedAttention):
     choose schedules. A sequence that needs fewer rows uses the first ones; the others give 0.
     """
 
+    exact: ClassVar[bool] = False
     numbers: SequenceTables
     """Lengths, block tables and shared keys of the next run, within the host's bounds."""
 

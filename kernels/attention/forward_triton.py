@@ -191,8 +191,8 @@ def attention_fwd(
         if programs_per_tile is not None:
             cut = Cut.even(grid, programs_per_tile)
         elif cut is None:
-            sizes = grid, call.most_blocks, most_rows, head_dim, multiprocessors
-            cut = schedules.decode_cut(*sizes, read_once=call.shared is not None)
+            sizes = grid, most_rows, head_dim, multiprocessors
+            cut = schedules.decode_cut(layout, *sizes, read_once=call.shared is not None)
         cut.check(grid)
         tickets = layout.tickets(device, grid - cut.whole) if cut.whole < grid else None
         sums = None

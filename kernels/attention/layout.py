@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rl_consistency.kernels.attention.shared_keys import (
     check_runs,
     shared_arrays,
 )
+from rl_consistency.kernels.core.grid import cdiv
 
 ROW_TILE = 16
 """Query rows in one CPU tile; the heads of a KV group at one position are neighbours."""
@@ -90,6 +91,8 @@ def _once(method: _Method) -> _Method:
 class AttentionLayout:
     """Queries of a call by sequence; ValueError on lengths that do not fit each other."""
 
+    exact: ClassVar[bool] = True
+    """Whether the lengths are those of the call, not just bounds of them."""
     query_starts: Sequence[int]
     """Row of the call's [T, ...] tensors where each sequence's queries begin."""
     query_lens: Sequence[int]
@@ -99,6 +102,8 @@ class AttentionLayout:
     """The fewest rows of a call's tensors that hold the queries of all sequences."""
     most_queries: int = field(default=0, init=False, repr=False, compare=False)
     longest_context: int = field(default=0, init=False, repr=False, compare=False)
+    mean_context: int = field(default=0, init=False, repr=False, compare=False)
+    """Rounded up; 0 without sequences."""
     _kept: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -122,6 +127,8 @@ class AttentionLayout:
         object.__setattr__(self, "num_rows", max(ends, default=0))
         object.__setattr__(self, "most_queries", max(self.query_lens, default=0))
         object.__setattr__(self, "longest_context", max(self.context_lens, default=0))
+        mean = cdiv(sum(self.context_lens), max(len(self.context_lens), 1))
+        object.__setattr__(self, "mean_context", mean)
 
     def kept(self, key: tuple[object, ...], make: Callable[[], _Kept]) -> _Kept:
         """What `make` returns, made at the first call with this key."""

@@ -12,7 +12,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.decode_cut import Cut, DecodeWork, cut_for
+from rl_consistency.kernels.attention.decode_cut import Cut, cut_for
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
@@ -191,7 +191,7 @@ def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int
     tiles = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * kv_heads
     blocks = cdiv(layout.longest_context, key_block(dim))
     shares = layout.tables(q.device).shared is not None
-    cut = decode_cut(tiles, blocks, most_rows, dim, multiprocessors, read_once=shares)
+    cut = decode_cut(layout, tiles, most_rows, dim, multiprocessors, read_once=shares)
     if cut.whole < tiles:
         places = DECODE_SPREAD.resident * multiprocessors
         if cut.programs > places and padded(dim) == 64:
@@ -259,8 +259,8 @@ def pick_shared(
 
 
 def decode_cut(
+    layout: AttentionLayout,
     tiles: int,
-    most_blocks: int,
     most_rows: int,
     head_dim: int,
     multiprocessors: int,
@@ -269,24 +269,26 @@ def decode_cut(
 ) -> Cut:
     """How a ring's tiles, counted once per KV head, are dealt to programs.
 
-    The model counts all blocks. With `read_once` some keys of sequences that share them are read by
-    another kernel, so it would divide tiles of few blocks, and is not asked.
+    With `read_once` another kernel reads some keys of sequences that share them, and nobody knows
+    how few blocks are left.
     """
     dim, keys = padded(head_dim), key_block(head_dim)
+    most_blocks = cdiv(layout.longest_context, keys)
     plain = programs_for(tiles, most_blocks, most_rows, dim, multiprocessors)
     if most_rows > SPLIT_ROWS or read_once:
         return Cut.even(tiles, plain)
-    work = DecodeWork(
-        tiles=tiles,
-        blocks=most_blocks,
-        stored=next_power_of_2(most_rows),
-        keys=keys,
-        head_dim=head_dim,
-        dim=dim,
+    written = 4 * next_power_of_2(most_rows) * (dim + 9)
+    cut = cut_for(
+        tiles,
+        cdiv(layout.mean_context, keys),
+        written,
         multiprocessors=multiprocessors,
         resident=DECODE_CROWDED.resident if dim == 64 else DECODE_SPREAD.resident,
+        plain=plain,
+        exact=layout.exact,
     )
-    return cut_for(work, plain, SPLIT_BYTES)
+    fits = (tiles - cut.whole) * most_blocks * written <= SPLIT_BYTES
+    return cut if fits else Cut.even(tiles, plain)
 
 
 def slices_for(cut: Cut, tiles: int, dim: int, places: int) -> int:

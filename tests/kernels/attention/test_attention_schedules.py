@@ -37,9 +37,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
 
 
-def picked(contexts, queries=1, heads=32, head_dim=128):
+def paged(contexts, queries=1, head_dim=128):
     cache = torch.empty(16, 8, head_dim, dtype=torch.bfloat16)
-    layout = PagedAttention(
+    return PagedAttention(
         query_starts=range(0, len(contexts) * queries, queries),
         query_lens=[queries] * len(contexts),
         context_lens=contexts,
@@ -49,8 +49,18 @@ def picked(contexts, queries=1, heads=32, head_dim=128):
         value_cache=[cache[None]],
         block_size=16,
     )
+
+
+def picked(contexts, queries=1, heads=32, head_dim=128):
+    layout = paged(contexts, queries, head_dim)
+    cache = layout.key_cache[0][0]
     q = torch.empty(len(contexts) * queries, heads, head_dim, dtype=torch.bfloat16)
     return pick_forward(q, cache, cache, layout, queries * heads // 8)
+
+
+def cut_of(contexts, **how):
+    tiles = 8 * len(contexts)
+    return decode_cut(paged(contexts), tiles, 4, 128, MULTIPROCESSORS, **how)
 
 
 def test_long_tiles_shared_by_programs_are_folded_in_slices():
@@ -68,14 +78,14 @@ def test_at_most_a_tile_for_each_multiprocessor_takes_a_deep_ring():
 
 
 def test_tiles_that_fill_half_the_multiprocessors_are_divided():
-    assert picked([8192] * 9) == DECODE_SPREAD
+    assert picked([8192] * 9) == DECODE_LAST
+    assert cut_of([8192] * 9, read_once=False) == Cut(0, 528)
 
 
 def test_tiles_of_sequences_that_share_keys_are_divided_only_to_fill_the_device():
-    def cut(read_once):
-        return decode_cut(576, 24, 4, 128, MULTIPROCESSORS, read_once=read_once)
-
-    assert cut(True) == Cut.even(576, 1) != cut(False)
+    contexts = [3000] * 72
+    assert cut_of(contexts, read_once=True) == Cut.even(576, 1)
+    assert cut_of(contexts, read_once=False) == Cut(528, 792)
 
 
 def test_divided_heads_of_64_that_fill_the_device_more_than_twice_run_three_at_a_time():
@@ -111,7 +121,7 @@ def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
     monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
     assert programs_for(8, 256, 4, 128, 132) == 1
     assert picked([32768]) == DECODE_DEEP
-    assert decode_cut(8, 256, 4, 128, 132, read_once=False) == Cut.even(8, 1)
+    assert cut_of([32768], read_once=False) == Cut.even(8, 1)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
