@@ -87,9 +87,11 @@ class BackwardPasses:
         return self._forward is not None and self._forward.wrote
 
     def enter_forward(self, forward: ForwardPass) -> None:
-        """Begin the pass of a forward pass; ValueError on a second one if gradients are wanted."""
+        """Begin the pass of a forward pass, or go on with another result of it; ValueError on a
+        second one if gradients are wanted."""
         self.enter()
-        if self._forward is not None and any(gradient.wanted for gradient in self._gradients):
+        other = self._forward is not None and self._forward is not forward
+        if other and any(gradient.wanted for gradient in self._gradients):
             raise ValueError(several_forward_passes("the model"))
         self._forward = forward
 

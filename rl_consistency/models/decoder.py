@@ -22,15 +22,22 @@ from rl_consistency.models.modules import (
     is_unobserved,
 )
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
+from rl_consistency.models.moe.routing import record_forward
 from rl_consistency.models.packing import PackedBatch, packed_inputs
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import current, held
 
 
-def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Tensor:
-    """The output, whose backward is a ValueError in fp16, with `create_graph=True` and if it is the
-    second in one of the `passes`, and a ConsistencyError under other numeric settings."""
-    half, forward = output.dtype == torch.float16, ForwardPass()
+def guarded_backward(
+    output: Tensor, passes: BackwardPasses | None = None, forward: ForwardPass | None = None
+) -> Tensor:
+    """The output, whose backward is a ValueError in fp16 and with `create_graph=True`, and a
+    ConsistencyError under other numeric settings.
+
+    With `passes` and the `forward` pass that gave the output, it is also a ValueError in a backward
+    pass of another forward pass, and in a second one of this.
+    """
+    half = output.dtype == torch.float16
 
     def guard(gradient: Tensor | None) -> None:
         if half:
@@ -41,7 +48,7 @@ def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Te
                 "Leave it out, or compute that term inside session.stock()."
             )
         verify_settings()
-        if passes is not None:
+        if passes is not None and forward is not None:
             passes.enter_forward(forward)
 
     if output.requires_grad:
@@ -177,7 +184,9 @@ class CanonicalBaseModel(CanonicalModule):
                 hidden = layer(hidden, call=call, cache_index=index)
             normed = self.norm(hidden)
         found = normed[0] if rows is None else normed[0].index_select(0, rows)
-        return guarded_backward(found, self.passes)
+        forward = ForwardPass()
+        record_forward(self.passes, forward)
+        return guarded_backward(found, self.passes, forward)
 
     def _run(
         self, hidden: Tensor, call: LayerCall, layers: Any = None, rows: Tensor | None = None

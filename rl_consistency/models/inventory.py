@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
-from rl_consistency.models.modules import ADDED, CanonicalAttention, CanonicalModule
+from rl_consistency.models.copied_settings import copied_settings
+from rl_consistency.models.modules import ADDED, CanonicalModule
 from rl_consistency.models.sharding import is_sharded, of_a_library
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -150,10 +151,6 @@ class _Comparison:
         for kind in ("_parameters", "_buffers"):
             if (found := _shapes(own[kind])) != (right := _shapes(expected[kind])):
                 yield f"has {kind[1:]} {found}, and the config makes {right}"
-        if isinstance(module, CanonicalAttention):
-            right = families.window_of(self._config, module)
-            if module.window != right:
-                yield f"was patched with a window of {module.window}, and the config has {right}"
         if "config" in expected:
             yield from self._config_faults(name, own.get("config"))
         if own.get("_compiled_call_impl") is not None and _on_cpu(module):
@@ -169,6 +166,9 @@ class _Comparison:
             for key, frequencies in made.named_buffers():
                 if not _is_rounding_of(own["_buffers"].get(key), frequencies):
                     yield f"has another {key} than the config makes"
+        for key, right in copied_settings(self._config, module).items():
+            if (value := getattr(module, key)) != right:
+                yield f"was patched with {key}={value!r}, and the config has {right!r}"
 
     def _config_faults(self, name: str, config: Any) -> Iterator[str]:
         if name in UNCALLED and config is not self._config:

@@ -40,7 +40,7 @@ from rl_consistency.numerics.strict import Strictness, current, is_canonical
 ADDED = frozenset(
     (
         *("_gradient_buffers", "rows_per_token", "activation", "normalizes", "window"),
-        *("apply_stock_rotary", "_rotary_table", "guard", "passes", "sharded"),
+        *("apply_stock_rotary", "_rotary_table", "rope_settings", "guard", "passes", "sharded"),
         *("answer", "layer_graphs"),
     )
 )
@@ -213,6 +213,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     rope_type: str
     compute_default_rope_parameters: Any
     attention_scaling: float
+    rope_settings: str
+    """The config's, of which the table is made."""
     _rotary_table: Tensor | None = None
 
     def forward(

@@ -17,6 +17,7 @@ from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
+from rl_consistency.models.copied_settings import copied_settings
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.gradient_buffers import (
@@ -28,12 +29,9 @@ from rl_consistency.models.inventory import Fault, ForwardState, ForwardWatch, f
 from rl_consistency.models.modules import (
     ADDED,
     CanonicalAttention,
-    CanonicalMLP,
     CanonicalModule,
     CanonicalRotaryEmbedding,
 )
-from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
-from rl_consistency.models.moe.settings import normalizes
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
@@ -297,12 +295,9 @@ class PatchSession:
             parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     def _configure(self, config: Any, module: nn.Module) -> None:
-        if isinstance(module, CanonicalMLP | CanonicalExperts):
-            module.activation = families.ACTIVATIONS[config.hidden_act]
-        elif isinstance(module, CanonicalRouter):
-            module.normalizes = normalizes(config)
-        elif isinstance(module, CanonicalAttention):
-            module.window = families.window_of(config, module)
+        for name, value in copied_settings(config, module).items():
+            setattr(module, name, value)
+        if isinstance(module, CanonicalAttention):
             module.apply_stock_rotary = families.functions(config)[0]
             if config.model_type in families.HEAD_NORMS:
                 module.q_norm.rows_per_token = config.num_attention_heads

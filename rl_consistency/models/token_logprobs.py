@@ -196,7 +196,9 @@ def _score(
         hidden, rows = _scored_hidden_states(policy, batch, lens, scored)
     found = record.fingerprints(rows.index[rows.kept])
     if balance:
-        found = *found, guarded_backward(sequence_balance(record, batch.layout))
+        # Routers' logits leave the decoder beside its hidden states, whose guard they do not meet.
+        balances = sequence_balance(record, batch.layout)
+        found = *found, guarded_backward(balances, *(record.forward or ()))
     return *_row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows)), *found
 
 

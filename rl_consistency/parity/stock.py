@@ -25,6 +25,8 @@ from rl_consistency.parity.gradients import gradients_kept
 
 SHARE_FOR_LOGITS = 0.25
 """Most of a GPU's free memory that the logits of one stock call may take."""
+GROUPED_BYTES = 16
+"""What the rows of operands of `torch.nn.functional.grouped_mm` are multiples of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ def shadow_stock_path(
 ) -> StockShadow:
     """Stock decoding, scoring and training of given tokens, under the current weights.
 
-    Gradients present before the call are put back after it; weights are not touched.
+    Gradients present before the call are put back after it; weights are not touched. Experts whose
+    rows are no multiple of 16 bytes, which torch's grouped product refuses, run one by one.
 
     Args:
         session: live patch of the policy; its stock model is used.
@@ -65,7 +68,7 @@ def shadow_stock_path(
     experts: tuple[list[Tensor], list[Tensor]] = [], []
     rollout_seconds = 0.0
     training_seconds = None
-    with session.stock() as model:
+    with session.stock() as model, _experts_of_any_width(model):
         device = next(model.parameters()).device
         batches = _batches(model, sequences, prompt_lengths, batch_size)
         # In training mode gradient checkpointing would throw the KV cache away.
@@ -87,6 +90,25 @@ def shadow_stock_path(
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )
+
+
+@contextmanager
+def _experts_of_any_width(model: Any) -> Iterator[None]:
+    """Inside the block no grouped product of experts refuses its operands."""
+    odd = any(
+        parameter.shape[-1] * parameter.element_size() % GROUPED_BYTES
+        for name, parameter in model.named_parameters()
+        if ".mlp.experts." in name
+    )
+    before = model.get_experts_implementation() if odd else {}
+    if "grouped_mm" not in before.values():
+        yield
+        return
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 _Batch = tuple[list[list[int]], list[int]]

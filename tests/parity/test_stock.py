@@ -1,6 +1,13 @@
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -166,3 +173,29 @@ def test_a_stock_call_takes_no_more_sequences_than_a_gpu_has_room_for(sequences,
     assert sizes(OnGpu, 64) == [3, 2]
     assert sizes(OnGpu, 2) == [2, 2, 1]
     assert sizes(build(), 64) == [5]
+
+
+def test_experts_of_odd_widths_run_one_by_one(sequences):
+    """torch's grouped product, transformers' default, refuses rows that are no 16 bytes."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=37,
+        intermediate_size=48,
+        moe_intermediate_size=7,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    before = model.get_experts_implementation()
+    assert before == {"": "grouped_mm"}
+    with patch(model) as session:
+        with session.stock(), pytest.raises(RuntimeError, match="16 bytes"):
+            model(torch.tensor(sequences[:1]))
+        shadow = shadow_stock_path(session, sequences, PROMPTS, micro_batch_size=2)
+        assert shadow.drift.tokens and model.get_experts_implementation() == before
+        token_logprobs(model, sequences, prompt_lengths=PROMPTS)

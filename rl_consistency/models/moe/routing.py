@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -31,6 +32,8 @@ class RoutingRecord:
     layers: list[Routed] = field(default_factory=list)
     hidden: bool = False
     """Whether a layer ran without gradients, as in checkpointing with `use_reentrant`."""
+    forward: tuple[BackwardPasses, ForwardPass] | None = None
+    """The forward pass, among the backward passes of its model."""
 
     def fingerprints(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """([n] int64 on the device: see `expert_fingerprints`,) of some rows, or of all; nothing in
@@ -98,6 +101,12 @@ def stock_routing(model: nn.Module) -> Iterator[list[Tensor]]:
                 stack.callback(module.register_forward_hook(keep).remove)
         stack.callback(model.register_forward_hook(join).remove)
         yield found
+
+
+def record_forward(passes: BackwardPasses, forward: ForwardPass) -> None:
+    """Keep the forward pass itself where a block asks for its routing."""
+    if (record := _record.get()) is not None:
+        record.forward = passes, forward
 
 
 def record_routing(logits: Tensor, expert_ids: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
 from transformers import AttentionInterface
+from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -237,7 +238,10 @@ REFUSED = {
     ),
     "rope in the config": (other_rope, "rotary_emb .* has another inv_freq than the config makes"),
     "eps in the config": (in_config(rms_norm_eps=0.1), "has variance_epsilon=1e-06, and"),
-    "activation in the config": (in_config(hidden_act="gelu"), "makes a GELUActivation here"),
+    "activation in the config": (
+        in_config(hidden_act="gelu"),
+        "makes a GELUActivation here|the config has 'gelu'",
+    ),
     "dropout in the config": (in_config(attention_dropout=0.5), "active dropout"),
     "one dtype": (lambda model, undo: model.model.norm.bfloat16(), "model.norm.weight is torch.bf"),
     "one config": (
@@ -329,13 +333,55 @@ def test_without_the_inventory_the_number_is_wrong(name, model, undo, monkeypatc
         assert (scores(model) - right).abs().max() > 1e-3
 
 
+def _routes_normalized(model):
+    model.config.norm_topk_prob = not model.config.norm_topk_prob
+    for module in model.modules():
+        if hasattr(module, "norm_topk_prob"):
+            module.norm_topk_prob = model.config.norm_topk_prob
+
+
+def _activates_by_gelu(model):
+    model.config.hidden_act = "gelu"
+    for module in model.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn = ACT2FN["gelu"]
+
+
+def _turns_faster(model):
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
+    other = families.stock_class(type(model.model.rotary_emb))(model.config)
+    model.model.rotary_emb.inv_freq = other.inv_freq
+    model.model.rotary_emb.original_inv_freq = other.original_inv_freq
+
+
+@pytest.mark.parametrize(
+    "name, change, copied",
+    [
+        ("tiny-qwen3-moe", _routes_normalized, "normalizes"),
+        ("tiny-qwen3-moe", _activates_by_gelu, "activation"),
+        ("tiny-llama", _activates_by_gelu, "activation"),
+        ("tiny-qwen3", _turns_faster, "rope_settings"),
+    ],
+)
+def test_a_config_changed_with_its_modules_after_patch_is_refused(name, change, copied):
+    """The patched forward would go on with what it was patched with."""
+    model = build_preset(name)
+    with patch(model):
+        scores(model)
+        change(model)
+        with pytest.raises(UnsupportedModelError, match=f"patched with {copied}="):
+            scores(model)
+    with patch(model):
+        scores(model)
+
+
 def test_a_window_edited_in_the_config_of_a_live_patch_is_refused():
     """Mistral reads it from the config at every call."""
     model = build_preset("tiny-mistral")
     with patch(model):
         before = scores(model)
         model.config.sliding_window += 1
-        with pytest.raises(UnsupportedModelError, match="patched with a window of"):
+        with pytest.raises(UnsupportedModelError, match="patched with window="):
             scores(model)
         model.config.sliding_window -= 1
         layer = model.model.layers[1].self_attn

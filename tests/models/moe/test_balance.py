@@ -117,6 +117,28 @@ def test_no_cut_and_no_layout_moves_a_bit(name):
             assert first_difference(balances(model, [[0, 1, 2, 3]], layout), expected) is None
 
 
+@pytest.mark.parametrize("first", ["balance", "logprobs"])
+def test_a_backward_pass_of_its_own_is_a_second_one_of_the_same_forward(first):
+    def scored():
+        return token_logprobs(model, SEQUENCES, prompt_lengths=PROMPTS, balance=True)
+
+    with patch(model := build_preset("tiny-qwen3-moe")):
+        found = scored()
+        parts = [found.balance.sum(), found.logprobs.sum()]
+        if first == "logprobs":
+            parts.reverse()
+        parts[0].backward(retain_graph=True)
+        with pytest.raises(ValueError, match="a second backward pass of one forward pass"):
+            parts[1].backward()
+        model.zero_grad()
+        for _ in range(2):  # micro-batches
+            found = scored()
+            (found.balance.sum() + found.logprobs.sum()).backward()
+        one, other = scored(), scored()
+        with pytest.raises(ValueError, match="took part in several forward passes"):
+            (one.balance.sum() + other.balance.sum()).backward()
+
+
 def over_the_batch(record, layout):
     """The loss as transformers defines it: means over all tokens of the call."""
     rows = torch.cat(

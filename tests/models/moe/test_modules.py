@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import rl_consistency.models.patch as patch_module
+import rl_consistency.models.copied_settings as copied_settings_module
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.modules import LayerCall
@@ -72,7 +72,7 @@ def test_mixtral_without_normalising_has_other_numbers(monkeypatch):
     model, ids = build_preset("tiny-mixtral"), torch.tensor([SEQUENCES[1]])
     with torch.no_grad():
         right = model(input_ids=ids).logits
-        monkeypatch.setattr(patch_module, "normalizes", lambda config: False)
+        monkeypatch.setattr(copied_settings_module, "normalizes", lambda config: False)
         with patch(model):
             assert (model(input_ids=ids).logits - right).abs().max() > 0.1
 
