@@ -37,7 +37,7 @@ from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, l
 Report = Callable[[int, int], None]
 """Called after each kernel with (kernels compiled, kernels in all)."""
 
-_workers = min(os.cpu_count() or 1, 16)
+_workers = min(len(os.sched_getaffinity(0)), 16)
 _turn = Lock()
 
 

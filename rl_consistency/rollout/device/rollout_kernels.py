@@ -138,7 +138,7 @@ class RolloutKernels:
             return
         ranks = local_ranks()
         if ranks > 1:  # all of them compile the same at the same time
-            use_workers(max((os.cpu_count() or 1) // ranks, 1))
+            use_workers(max(len(os.sched_getaffinity(0)) // ranks, 1))
         with compile_line(quiet=self._quiet or os.environ.get("LOCAL_RANK", "0") != "0") as report:
             self._runner.compile_ahead(
                 bounds,

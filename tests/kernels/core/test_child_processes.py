@@ -2,7 +2,12 @@
 
 import gc
 import os
+import resource
+import signal
+import subprocess
+import sys
 import time
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -69,14 +74,109 @@ def test_who_stops_asking_leaves_no_child():
     assert not children_of_this_process() and descriptors() == opened
 
 
-def test_where_no_process_can_be_made_nothing_finishes(monkeypatch):
-    def refuse():
-        raise BlockingIOError("too many processes")
+@pytest.mark.parametrize("name", ["fork", "pidfd_open", "pipe"])
+def test_where_the_system_allows_no_process_nothing_finishes(name, monkeypatch):
+    def refuse(*_):
+        raise BlockingIOError("too many of them")
 
-    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(os, name, refuse)
     opened = descriptors()
     assert list(finished_in_children(lambda n: None, 4, 2)) == []
-    assert descriptors() == opened
+    assert descriptors() == opened and not children_of_this_process()
+
+
+def reap_all(*_):
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, reap_all], ids=["ignored", "reaped"])
+def test_a_program_that_waits_for_children_itself_loses_no_work(handler):
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        assert sorted(finished_in_children(lambda n: time.sleep(0.01), 6, 3)) == list(range(6))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_descriptors_beyond_a_thousand_are_polled():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert sorted(finished_in_children(lambda n: None, 4, 2)) == list(range(4))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_handlers_and_prints_of_the_parent_are_not_those_of_a_child(tmp_path, capfd):
+    """A handler that saves a checkpoint must not run in every child."""
+
+    def save(*_):
+        (tmp_path / f"checkpoint {os.getpid()}").touch()
+
+    def work(n):
+        print("a child's")
+        (tmp_path / str(n)).write_text(str(signal.getsignal(signal.SIGTERM)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, save)
+    try:
+        assert list(finished_in_children(work, 2, 2)) == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        str(n): str(signal.SIG_DFL) for n in range(2)
+    }
+    assert capfd.readouterr() == ("", "")
+
+
+CALLER = """
+import sys, time
+from rl_consistency.kernels.core.child_processes import finished_in_children
+
+def work(n):
+    open(sys.argv[1] + f"/{n}", "w").close()
+    time.sleep(30)
+
+list(finished_in_children(work, 8, 2))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_children_end_with_their_parent(how, tmp_path):
+    """A pipe that they hold stands for a GPU, a port or `| tee`."""
+    read, held = os.pipe()
+    command = [sys.executable, "-c", CALLER, str(tmp_path)]
+    caller = subprocess.Popen(command, pass_fds=[held], stderr=subprocess.DEVNULL)
+    os.close(held)
+    while len(list(tmp_path.iterdir())) < 2:
+        assert caller.poll() is None
+        time.sleep(0.02)
+    caller.send_signal(how)
+    caller.wait()
+    began = time.perf_counter()
+    assert os.read(read, 1) == b""
+    os.close(read)
+    assert time.perf_counter() - began < 5 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_interrupt_while_children_start_loses_none(monkeypatch):
+    """It waits until the child is in the list."""
+    real = os.fork
+
+    def fork():
+        child = real()
+        os.kill(os.getpid(), signal.SIGINT)  # in the parent, and in the child
+        return child
+
+    monkeypatch.setattr(os, "fork", fork)
+    main, opened = os.getpid(), descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        list(finished_in_children(lambda n: time.sleep(9), 4, 2))
+    assert os.getpid() == main
+    assert not children_of_this_process() and descriptors() == opened
 
 
 def test_works_beyond_the_pipe_are_left(monkeypatch):

@@ -229,7 +229,7 @@ def test_ranks_of_one_machine_share_its_cores_and_one_speaks(
     line = rollout_kernels.compile_line
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     monkeypatch.setattr(rollout_kernels, "use_workers", used.append)
-    monkeypatch.setattr(rollout_kernels.os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(rollout_kernels.os, "sched_getaffinity", lambda pid: range(32))
     monkeypatch.setattr(
         rollout_kernels,
         "compile_line",
