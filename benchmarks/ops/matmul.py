@@ -13,8 +13,8 @@ from benchmarks.peers import peer
 from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from benchmarks.tune.winners import own_winners
+from rl_consistency.kernels.core.cache.tuned_schedules import rows_bucket
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.tuned_schedules import rows_bucket
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt

@@ -8,8 +8,8 @@ from unittest.mock import patch as attribute
 
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core.cache import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
 
 
 @contextmanager

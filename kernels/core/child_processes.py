@@ -15,9 +15,10 @@ import os
 import select
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 PATIENCE = 120.0
 """Seconds in which one of the children must finish something. A fork copies locks that other
@@ -130,12 +131,23 @@ def _begin(parent: int, mask: Collection[int], unused: int) -> None:
 
 @contextmanager
 def _signals_later() -> Iterator[Collection[int]]:
-    """Signals to this thread wait for the end of the block; gives those that waited before."""
+    """Signals wait for the end of the block; gives those that this thread blocked before.
+
+    Blocking them is for a fork's child. It is not enough here: another thread may take a signal,
+    whose handler then runs in the main one.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
+    waiting: list[int] = []
+    with ExitStack() as stack:
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        if threading.current_thread() is threading.main_thread():
+            for number in signal.valid_signals():
+                if callable(handler := signal.getsignal(number)):
+                    stack.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, frame: waiting.append(number))
         yield before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for number in waiting:
+        signal.raise_signal(number)
 
 
 def _end(children: list[int]) -> None:

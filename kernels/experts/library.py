@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
+from rl_consistency.kernels.core.cache.identity import cache_file, identity_of
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_wgmma
-from rl_consistency.kernels.core.identity import cache_file, identity_of
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.schedules import Product, prefers_library
 from rl_consistency.kernels.experts.winner_audit import pairs_of

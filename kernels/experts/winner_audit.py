@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import unrecorded
+from rl_consistency.kernels.core.cache.tuned_schedules import picked_once, tuned_schedules
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.core.tuned_schedules import picked_once, tuned_schedules
 from rl_consistency.kernels.experts.products_triton import described
 from rl_consistency.kernels.experts.schedules import (
     Product,

@@ -18,16 +18,16 @@ import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.grid import cdiv
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.core.tuned_schedules import (
+from rl_consistency.kernels.core.cache.tuned_schedules import (
     chosen,
     picked_once,
     schedule_name,
     work_name,
 )
+from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.torch_op import kernel_op
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Kernels take an activation as its index here."""

@@ -13,13 +13,13 @@ from typing import Literal
 
 import torch
 
-from rl_consistency.kernels.core.grid import cdiv
-from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.core.tuned_schedules import (
+from rl_consistency.kernels.core.cache.tuned_schedules import (
     chosen,
     picked_once,
     work_name,
 )
+from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.matrix_step import FP32_STEP
 
 REGISTERS = 65536
 """Registers of one multiprocessor, from sm_80 on."""

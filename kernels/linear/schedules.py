@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from rl_consistency.kernels.core.cache.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.matmul.schedules import Schedule, by_name, table_of
 
 QKV = table_of(

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.cache.tuned_schedules import struck_schedules
 from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.grid import cdiv
-from rl_consistency.kernels.core.tuned_schedules import struck_schedules
 
 AUDIT_EVERY = 257
 """Calls from one audit to the next. A prime, so that the audits reach every site of a

@@ -3,15 +3,13 @@
 A certificate says how many elements of the library's products differed from the Triton schedule's,
 for one layout, dtypes, bias, N, K and power-of-two range of M. It holds for one device, driver and
 set of versions (an identity), and each identity has its own file. Processes that share a file merge
-their findings. A certificate that is bad or struck in one process stays so in all.
+their findings. A certificate that is bad or struck in one process stays so in all. A file that is
+damaged or that others could have written is ignored with a warning.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +19,19 @@ from typing import Any
 
 import torch
 
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE, cache_file, identity_of
+from rl_consistency.kernels.core.cache.own_file import (
+    UNUSABLE,
+    locked,
+    make_own,
+    own_text,
+    replace_whole,
+)
 from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.grid import next_power_of_2
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
+
+FOLDER = "certificates"
+"""In the cache directory; it is the user's alone (mode 0700)."""
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -122,13 +130,15 @@ class Certificates:
         self._path = path
         self._identity = dict(identity)
         self._compare = compare
+        self._told: set[str] = set()
         self._findings = self._read()
 
     @classmethod
     def of_device(cls, device: torch.device, compare: Callable[[Key, int], int]) -> Certificates:
         """The certificates of a device with the installed versions."""
         identity = identity_of(device)
-        return cls(cache_file("matmul_certificates", identity), identity, compare)
+        path = cache_file("matmul", identity)
+        return cls(path and path.parent / FOLDER / path.name, identity, compare)
 
     def knows(self, key: Key) -> bool:
         """Whether there is a finding, good or bad."""
@@ -194,35 +204,37 @@ class Certificates:
         if self._path is None:
             return {}
         try:
-            content = json.loads(self._path.read_text("utf-8"))
+            content = json.loads(own_text(self._path))
             if content["identity"] != self._identity:
                 return {}
             return {name: Certificate.parse(e) for name, e in content["findings"].items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            warnings.warn(
-                f"certificate file {self._path} is damaged or unreadable ({error!r}); certificates "
-                "are made again. Nothing else is affected.",
-                stacklevel=2,
-            )
+        except UNUSABLE as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._tell("read", f"is ignored ({reason}); certificates are made again.")
             return {}
 
     def _write(self) -> None:
         if self._path is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            was_own = make_own(self._path.parent)
             # Without the lock, two processes that write at once could lose what one has struck.
-            with self._path.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._merge()
+            with locked(self._path.with_suffix(".lock")):
+                if was_own:
+                    self._merge()
                 self._replace(self._path)
         except OSError as error:
+            text = f"cannot be written ({error}); certificates last for this process only. Set"
+            self._tell("write", f"{text} {CACHE_VARIABLE} to a writable directory.")
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Warn, once for each kind of trouble."""
+        if kind not in self._told:
+            self._told.add(kind)
             warnings.warn(
-                f"certificate file {self._path} cannot be written ({error}); certificates last "
-                f"for this process only. Set {CACHE_VARIABLE} to a writable directory.",
-                stacklevel=2,
+                f"certificate file {self._path} {text} Nothing else is affected.", stacklevel=4
             )
 
     def _merge(self) -> None:
@@ -239,10 +251,7 @@ class Certificates:
             "identity": self._identity,
             "findings": {name: vars(self._findings[name]) for name in sorted(self._findings)},
         }
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        Path(name).replace(path)
+        replace_whole(path, content)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from operator import itemgetter
 
 import torch
 
+from rl_consistency.kernels.core.cache.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.matmul.cost import library_is_faster, schedule_us
 from rl_consistency.kernels.matmul.table import MEASURED
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import unrecorded
+from rl_consistency.kernels.core.cache.tuned_schedules import picked_once, tuned_schedules
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
-from rl_consistency.kernels.core.tuned_schedules import picked_once, tuned_schedules
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, as_read, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import pick, product_work

@@ -16,16 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
-from rl_consistency.kernels.core.operand import dense_rows
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.core.tuned_schedules import (
+from rl_consistency.kernels.core.cache.tuned_schedules import (
     chosen,
     picked_once,
     schedule_name,
     work_name,
 )
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.torch_op import kernel_op
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.cache.tuned_schedules import chosen, work_name
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
-from rl_consistency.kernels.core.tuned_schedules import chosen, work_name
 
 UNFUSED = "unfused"
 """In place of a schedule: write a chunk's logits to memory and read them back."""

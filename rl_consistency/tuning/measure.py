@@ -15,7 +15,7 @@ from statistics import median, quantiles
 
 from torch import Tensor
 
-from rl_consistency.kernels.core.tuned_schedules import RULE, TunedSchedules, Winner
+from rl_consistency.kernels.core.cache.tuned_schedules import RULE, TunedSchedules, Winner
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.schedules import LIBRARY, TRITON
 from rl_consistency.tuning.stopwatch import Bench, Call, Timer, interleaved

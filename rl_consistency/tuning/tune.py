@@ -11,8 +11,12 @@ from statistics import median
 import torch
 from torch import nn
 
+from rl_consistency.kernels.core.cache.tuned_schedules import (
+    MOST_ROWS,
+    TunedSchedules,
+    tuned_schedules,
+)
 from rl_consistency.kernels.core.operand import require_device
-from rl_consistency.kernels.core.tuned_schedules import MOST_ROWS, TunedSchedules, tuned_schedules
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.measure import SCATTER, Outcome, measured
 from rl_consistency.tuning.policy_works import policy_config, policy_works

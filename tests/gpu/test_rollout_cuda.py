@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs

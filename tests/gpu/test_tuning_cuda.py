@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules as winners_module
+from rl_consistency.kernels.core.cache import tuned_schedules as winners_module
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.cache.tuned_schedules import Winner, forget_picks, tuned_schedules
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
-from rl_consistency.kernels.core.tuned_schedules import Winner, forget_picks, tuned_schedules
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import op as matmul_op
 from rl_consistency.kernels.matmul.audit import schedule_audit

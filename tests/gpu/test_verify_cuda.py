@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.numerics.settings import numeric_settings

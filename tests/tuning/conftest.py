@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core.cache import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.work import Work

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels.core.tuned_schedules import RULE, Winner
+from rl_consistency.kernels.core.cache.tuned_schedules import RULE, Winner
 from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.measure import MARGIN, measured, race

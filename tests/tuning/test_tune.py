@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rl_consistency
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
 from rl_consistency.tuning.tune import tune, tune_works
 from rl_consistency.verify.presets import build_preset
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.tuned_schedules import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import tuned_schedules
 from rl_consistency.kernels.matmul import op, product_triton
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import POINTER_FP32

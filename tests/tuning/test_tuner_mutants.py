@@ -7,8 +7,8 @@ tests/kernels/matmul/test_winner_audit.py.
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, chosen
+from rl_consistency.kernels.core.cache import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner, chosen
 from rl_consistency.tuning import measure, work
 from rl_consistency.tuning.measure import measured
 from rl_consistency.tuning.tune import tune_works

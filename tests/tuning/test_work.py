@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from rl_consistency.kernels.core.tuned_schedules import rows_bucket
+from rl_consistency.kernels.core.cache.tuned_schedules import rows_bucket
 from rl_consistency.tuning.work import compare, fewer_rows, with_fewer
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
+from rl_consistency.kernels.core.cache import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.experts import schedules as experts_schedules
 from rl_consistency.kernels.experts.fold_triton import fold_runs
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd

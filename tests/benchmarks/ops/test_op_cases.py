@@ -41,7 +41,7 @@ from benchmarks.train.step import (
     training_suites,
 )
 from benchmarks.trl.grpo import trl_suites
-from rl_consistency.kernels.core.tuned_schedules import Winner, tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import Winner, tuned_schedules
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.tuning.products import product as product_work

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.few_rows_triton import (

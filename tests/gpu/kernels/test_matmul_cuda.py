@@ -4,8 +4,8 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import Key
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt

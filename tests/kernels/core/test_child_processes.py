@@ -81,7 +81,9 @@ def test_where_the_system_allows_no_process_nothing_finishes(name, monkeypatch):
 
     monkeypatch.setattr(os, name, refuse)
     opened = descriptors()
-    assert list(finished_in_children(lambda n: None, 4, 2)) == []
+    found = list(finished_in_children(lambda n: None, 4, 2))
+    # A child of which no descriptor can be had may have worked before it was ended.
+    assert not found or name == "pidfd_open"
     assert descriptors() == opened and not children_of_this_process()
 
 

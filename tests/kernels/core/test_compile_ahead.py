@@ -17,6 +17,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
 from rl_consistency.kernels.core import remembered_launch
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.compile_ahead import (
     compile_ahead,
@@ -25,7 +26,6 @@ from rl_consistency.kernels.core.compile_ahead import (
     use_workers,
 )
 from rl_consistency.kernels.core.remembered_launch import launch_key, remembered
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
 

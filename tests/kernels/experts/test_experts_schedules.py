@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, forget_picks
+from rl_consistency.kernels.core.cache import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner, forget_picks
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,

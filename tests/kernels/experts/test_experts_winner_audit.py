@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, forget_picks
+from rl_consistency.kernels.core.cache import tuned_schedules
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner, forget_picks
 from rl_consistency.kernels.experts import cuda
 from rl_consistency.kernels.experts.schedules import GATE_UP, PRODUCTS, product_work
 from rl_consistency.kernels.experts.winner_audit import pairs_of

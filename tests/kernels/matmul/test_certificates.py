@@ -10,8 +10,9 @@ import pytest
 import torch
 import triton
 
-from rl_consistency.kernels.core import identity as identity_module
-from rl_consistency.kernels.core.identity import (
+from rl_consistency.kernels.core.cache import identity as identity_module
+from rl_consistency.kernels.core.cache import own_file
+from rl_consistency.kernels.core.cache.identity import (
     CACHE_VARIABLE,
     LIBRARY_VARIABLES,
 )
@@ -170,9 +171,9 @@ def test_another_identity_neither_wipes_nor_sees_what_was_struck(environment, tm
     assert other.admitted(KEY, 100)
     assert environment().knows(KEY) and not environment().admitted(KEY, 100)
     assert environment(CUBLAS_WORKSPACE_CONFIG=":4096:8").admitted(KEY, 100)
-    names = sorted(path.name for path in tmp_path.glob("*.json"))
+    names = sorted(path.name for path in (tmp_path / "certificates").glob("*.json"))
     assert len(names) == 2
-    assert all(name.startswith("matmul_certificates_A_GPU_") for name in names)
+    assert all(name.startswith("matmul_A_GPU_") for name in names)
 
 
 CHANGES = {
@@ -237,13 +238,65 @@ def test_a_damaged_file_is_made_again_with_a_warning(tmp_path, text):
     path.parent.mkdir()
     path.write_text(text.replace("%s", json.dumps(IDENTITY)).replace('"a"', f'"{KEY.name}"'))
     comparison = Comparison()
-    with pytest.warns(UserWarning, match=r"file\.json is damaged or unreadable .* made again"):
+    with pytest.warns(UserWarning, match=r"file\.json is ignored .* made again"):
         held = certificates(tmp_path, comparison)
         assert held.admitted(KEY, 100)
     assert comparison.calls
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert certificates(tmp_path, Comparison(5)).admitted(KEY, 100)
+
+
+def _writable_by_others(path):
+    path.chmod(0o666)
+
+
+def _in_a_folder_of_all(path):
+    path.parent.chmod(0o777)
+
+
+def _a_link(path):
+    path.rename(path.with_name("other"))
+    path.symlink_to(path.with_name("other"))
+
+
+def _deep(path):
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("spoil", [_writable_by_others, _in_a_folder_of_all, _a_link, _deep])
+def test_a_certificate_that_others_could_have_written_admits_nothing(tmp_path, spoil):
+    """It would let the library's products in, whose bytes nobody compared here."""
+    certificates(tmp_path, lambda key, m: 0).admitted(KEY, 100)
+    path = tmp_path / "deep" / "file.json"
+    assert certificates(tmp_path, Comparison()).holds(KEY)
+    spoil(path)
+    with pytest.warns(UserWarning, match=r"file\.json is ignored .* made again"):
+        held = certificates(tmp_path, Comparison(5))
+    assert not held.knows(KEY)
+
+
+def test_a_full_disk_leaves_no_pieces_and_warns_once(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(own_file.json, "dump", full)
+    with pytest.warns(UserWarning, match="RL_CONSISTENCY_CACHE") as warned:
+        held = certificates(tmp_path, lambda key, m: 0)
+        for n in (8, 16, 24):
+            assert held.admitted(replace(KEY, n=n), 100)
+    assert len(warned) == 1
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file.lock"]
+
+
+def test_a_lock_that_is_a_link_loses_nobodys_file(tmp_path):
+    (tmp_path / "deep").mkdir(mode=0o700)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "deep" / "file.lock").symlink_to(victim)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        certificates(tmp_path, lambda key, m: 0).admitted(KEY, 100)
+    assert victim.read_text() == "precious"
 
 
 def test_an_unwritable_directory_warns_and_lasts_for_the_process(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules as winners_module
-from rl_consistency.kernels.core.tuned_schedules import Winner, forget_picks, tuned_schedules
+from rl_consistency.kernels.core.cache import tuned_schedules as winners_module
+from rl_consistency.kernels.core.cache.tuned_schedules import Winner, forget_picks, tuned_schedules
 from rl_consistency.kernels.gradient_fold import schedules as fold_schedules
 from rl_consistency.kernels.gradient_fold.schedules import fold_work
 from rl_consistency.kernels.linear.schedules import (

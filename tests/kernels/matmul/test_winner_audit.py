@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules as winners_module
-from rl_consistency.kernels.core.tuned_schedules import Winner, forget_picks, tuned_schedules
+from rl_consistency.kernels.core.cache import tuned_schedules as winners_module
+from rl_consistency.kernels.core.cache.tuned_schedules import Winner, forget_picks, tuned_schedules
 from rl_consistency.kernels.matmul import audit, op, product_triton
 from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.device import has_wgmma
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.experts import library
 from rl_consistency.kernels.experts.library import certificates, compare, key_of, takes
 from rl_consistency.kernels.matmul import audit

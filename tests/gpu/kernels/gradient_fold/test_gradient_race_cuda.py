@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.race import time_ratio
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul import cublaslt

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_consistency.kernels.core import identity as identity_module
-from rl_consistency.kernels.core.identity import cache_directory, cache_file
+from rl_consistency.kernels.core.cache import identity as identity_module
+from rl_consistency.kernels.core.cache.identity import cache_directory, cache_file
 
 
 def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):

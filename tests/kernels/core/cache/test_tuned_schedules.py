@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
-from rl_consistency.kernels.core import tuned_schedules as module
-from rl_consistency.kernels.core.tuned_schedules import (
+from rl_consistency.kernels.core.cache import tuned_schedules as module
+from rl_consistency.kernels.core.cache.tuned_schedules import (
     FOLDER,
     RULE,
     TunedSchedules,
@@ -122,7 +122,7 @@ def test_a_later_finding_replaces_an_earlier_one_and_is_not_replaced_by_it(path)
 WRITER = """
 import sys
 from pathlib import Path
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
+from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner
 path, name = Path(sys.argv[1]), sys.argv[2]
 store = TunedSchedules(path, {"device": "one", "driver": "1"})
 for i in range(8):

@@ -16,15 +16,10 @@ State: the winners of each device of this process, and the picks that consulted 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
-import stat
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
@@ -32,9 +27,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE, cache_file, identity_of
+from rl_consistency.kernels.core.cache.own_file import (
+    UNUSABLE,
+    locked,
+    make_own,
+    own_text,
+    replace_whole,
+)
 from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.grid import next_power_of_2
-from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
 
 Schedule = TypeVar("Schedule")
 Picked = TypeVar("Picked")
@@ -50,9 +52,6 @@ FEW_ROWS = 16
 
 RULE = "rule"
 """Kept for a work that was measured and has no winner."""
-
-MOST_BYTES = 1 << 26
-"""The largest file that is read; one of a thousand works has 200 KB."""
 
 MOST_PICKS = 4096
 """Answers that each pick remembers."""
@@ -207,10 +206,10 @@ class TunedSchedules:
         if self.path is None:
             return _Found()
         try:
-            return _Found.parse(json.loads(_own_text(self.path)), self._identity)
+            return _Found.parse(json.loads(own_text(self.path)), self._identity)
         except FileNotFoundError:
             return _Found()
-        except _UNUSABLE as error:
+        except UNUSABLE as error:
             reason = f"{type(error).__name__}: {error}"
             self._tell("read", f"{self.path} is ignored ({reason}); `tune` measures it again.")
             return _Found()
@@ -218,9 +217,9 @@ class TunedSchedules:
     def _write(self) -> None:
         if self.path is not None:
             try:
-                was_own = _make_own(self.path.parent)
+                was_own = make_own(self.path.parent)
                 # Without the lock, two processes that write at once could lose what one found.
-                with _locked(self.path.with_suffix(".lock")):
+                with locked(self.path.with_suffix(".lock")):
                     self._merge(self._read() if was_own else _Found())
                     self._replace(self.path)
                 self._unsaved.clear()
@@ -242,80 +241,13 @@ class TunedSchedules:
             "winners": {work: asdict(self._winners[work]) for work in sorted(self._winners)},
             "struck": {work: self._struck[work] for work in sorted(self._struck)},
         }
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        replace_whole(path, content)
 
     def _tell(self, kind: str, text: str) -> None:
         """Warn, once for each kind of trouble."""
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(f"tuned schedules: {text} Nothing else is affected.", stacklevel=4)
-
-
-_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What reading a file of any content and owner raises."""
-
-
-def _own_text(path: Path) -> str:
-    """The text of a file that only this user can have written; PermissionError for any other."""
-    with os.fdopen(_own_descriptor(path, os.O_RDONLY), encoding="utf-8") as file:
-        _require_own(path.parent, os.lstat(path.parent))
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise ValueError(f"it has {size} bytes, and no such file has more than {MOST_BYTES}")
-        return file.read()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Inside the block no other process holds the lock of this file, which is made if missing."""
-    descriptor = _own_descriptor(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _own_descriptor(path: Path, flags: int) -> int:
-    """An open file of this user's alone; PermissionError for any other."""
-    # Neither a link nor a pipe: opening it must not lead elsewhere, or wait.
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o600)
-    try:
-        _require_own(path, found := os.fstat(descriptor))
-        if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{path} is no file")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _make_own(folder: Path) -> bool:
-    """Make a folder that is this user's alone, and say whether only this user could write there
-    before."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.lstat(folder)
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if is_own and stat.S_IMODE(found.st_mode) != 0o700:
-        folder.chmod(0o700)
-    _require_own(folder, os.lstat(folder))
-    return not found.st_mode & 0o022
-
-
-def _require_own(path: Path, found: os.stat_result) -> None:
-    if stat.S_ISLNK(found.st_mode):
-        raise PermissionError(f"{path} is a link")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to user {found.st_uid}")
-    if found.st_mode & 0o022:
-        raise PermissionError(f"others may write to {path}")
 
 
 _by_device: dict[torch.device, TunedSchedules] = {}
