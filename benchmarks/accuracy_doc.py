@@ -59,7 +59,7 @@ def measure(device: torch.device, file: Path | None, command: str) -> int:
         write_whole(file, json.dumps(content, indent=1) + "\n")
         if file.resolve() == RESULTS:
             DOC.write_text(document(content), encoding="utf-8")
-    over = [row for row in rows if row.ratio > ERROR_GROWTH_LIMIT]
+    over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too
     for row in over:
         print(f"above {ERROR_GROWTH_LIMIT}: {row}", file=sys.stderr)
     return 1 if over else 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers import LIGER_FP32
-from benchmarks.rows import Row, geometric_mean, ratios
+from benchmarks.rows import Row, geometric_mean
 from benchmarks.shapes import BANDS, NAMED, NAMED_SPARSE
 
 Figure = Callable[[Sequence[Row]], float | None]
@@ -19,17 +19,17 @@ Figure = Callable[[Sequence[Row]], float | None]
 
 
 def _of_all(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
-    """The lowest or highest value of the rows without an error; None unless each of them has it."""
+    """The lowest or highest value of the rows without an error, or what else `pick` makes of all;
+    None unless each of them has it, NaN if one is."""
 
     def figure(rows: Sequence[Row]) -> float | None:
-        found = [value(row) for row in rows if row.error is None]
-        return pick(found) if found and None not in found else None
+        values = [value(row) for row in rows if row.error is None]
+        found = [each for each in values if each is not None]
+        if not found or len(found) < len(values):
+            return None
+        return math.nan if any(map(math.isnan, found)) else pick(found)
 
     return figure
-
-
-def _geomean(rows: Sequence[Row]) -> float | None:
-    return geometric_mean(ratios(rows))
 
 
 def _bandwidth(rows: Sequence[Row]) -> float | None:
@@ -37,9 +37,14 @@ def _bandwidth(rows: Sequence[Row]) -> float | None:
     return _lowest_share([row for row in rows if int(row.shape["width"]) >= 4096])
 
 
+def _further(name: str) -> Callable[[Row], float | None]:
+    """One of a row's further figures."""
+    return lambda row: float(row.figures[name]) if name in row.figures else None
+
+
 def _highest(name: str) -> Figure:
     """The highest of one of the rows' further figures."""
-    return _of_all(max, lambda row: float(row.figures[name]) if name in row.figures else None)
+    return _of_all(max, _further(name))
 
 
 def _of_strategies(zero: bool, name: str) -> Figure:
@@ -53,7 +58,7 @@ def _of_strategies(zero: bool, name: str) -> Figure:
 def _scaling(rows: Sequence[Row]) -> float | None:
     """The lowest of completions of 1,024 tokens; the host's share of shorter steps is larger."""
     long = [row for row in rows if int(row.shape["new_tokens"]) >= 1024]
-    return _of_all(min, lambda row: float(row.figures["scaling"]))(long)
+    return _of_all(min, _further("scaling"))(long)
 
 
 def _peak_against(peer: str) -> Figure:
@@ -124,6 +129,7 @@ def _against_liger_if_covered(rows: Sequence[Row]) -> float | None:
     return _against_liger([r for r in rows if "liger" in r.peers or "liger" in r.unavailable])
 
 
+_geomean = _of_all(geometric_mean, lambda r: r.ratio)
 _lowest = _of_all(min, lambda r: r.ratio)
 _lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
 _largest_error = _of_all(max, lambda r: r.error_ratio)
@@ -158,7 +164,12 @@ def _models(names: Sequence[str], size: str, sizes: Sequence[int]) -> Callable[.
 
 def _two_seeds(rows: Sequence[Row]) -> bool:
     """Whether shapes of two seeds or more were measured."""
-    return len({row.shape.get("seed") for row in rows}) >= 2
+    return len({seed for row in rows if type(seed := row.shape.get("seed")) is int}) >= 2
+
+
+def _two_seeds_in_band(low: int, high: int) -> Callable[[Sequence[Row]], bool]:
+    """The same of the products of so many rows."""
+    return lambda rows: _two_seeds([r for r in rows if low <= int(r.shape["m"]) <= high])
 
 
 _steps_of_all = _models(NAMED, "length", (1024, 2048, 32768))
@@ -183,7 +194,7 @@ _SPARSE_STEP, _SPARSE_DECODE = ("training_step_sparse",), ("rollout_roofline_spa
 _RANDOM: Mapping[str, Bar] = {
     f"{suite}_{low}_{name}": Bar(
         f"random products of {low} to {high} rows{after} against cuBLAS, {text}", ">=", target,
-        (suite,), _in_band(low, high, figure), _two_seeds)
+        (suite,), _in_band(low, high, figure), _two_seeds_in_band(low, high))
     for suite, after, mean, lowest in (
         ("matmul_random", "", 1.0, 0.85), ("matmul_tuned_random", " after tune", 1.03, 0.93))
     for low, high in BANDS
@@ -363,7 +374,7 @@ BARS: Mapping[str, Bar] = {
     "trl_step": Bar("TRL's GRPO step as it comes / attached", ">=", 3.0, _TRL),
     "trl_training": Bar(
         "its training part as it comes / attached", ">=", 1.0, _TRL,
-        _of_all(min, lambda row: float(row.figures["training_ratio"]))),
+        _of_all(min, _further("training_ratio"))),
     "trl_memory": Bar(
         "peak of that part / TRL's with fp32 gradients", "<=", 1.05, _TRL,
         _highest("memory_times_trl_defaults")),

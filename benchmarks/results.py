@@ -91,7 +91,8 @@ def load(path: Path, device: str | None = None) -> Results:
         content = json.loads(path.read_text(encoding="utf-8"))
         results = Results(tuple(Row(**row) for row in content["rows"]), content["meta"])
         recorded = results.meta["device"]
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        _ = results.bars  # which ask for the sizes of every row
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no results file of `python -m benchmarks`: {error}") from error
     if device not in (None, recorded):
         raise ValueError(

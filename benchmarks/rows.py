@@ -46,6 +46,16 @@ class Row:
     kernels: str | None = None
     """The first digits of its kernels hash."""
 
+    def __post_init__(self) -> None:
+        """TypeError on fields of other types, as a file may have them."""
+        for name in ("shape", "peers", "peak_bytes", "tokens_per_second", "figures", "unavailable"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} of a row is {getattr(self, name)!r}, and no mapping")
+        for name in ("ours_us", "stock_us", "ratio", "ceiling_fraction", "error_ratio"):
+            value = getattr(self, name)
+            if value is not None and type(value) not in (int, float):
+                raise TypeError(f"{name} of a row is {value!r}, and no number")
+
     @property
     def case(self) -> str:
         """What was measured, in one line."""
@@ -54,8 +64,11 @@ class Row:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean of positive values; None of none."""
-    logs = [math.log(value) for value in values]
+    """The geometric mean of positive values; None of none, NaN if another is among them."""
+    found = list(values)
+    if not all(value > 0 for value in found):
+        return math.nan
+    logs = [math.log(value) for value in found]
     return math.exp(math.fsum(logs) / len(logs)) if logs else None
 
 

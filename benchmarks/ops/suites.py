@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,7 +169,14 @@ def _sizes_of(model: str) -> OpShapes:
 
 def _accuracy(dtype: torch.dtype, size: OpShapes, bench: Machine) -> dict[str, Any]:
     """The highest error ratio, and that of each op."""
-    figures: dict[str, float] = {}
+    found: dict[str, list[float]] = {}
     for row in accuracy_rows(bench.device, (dtype,), size):
-        figures[row.op] = max(row.ratio, figures.get(row.op, 0.0))
-    return {"error_ratio": max(figures.values()), "figures": figures}
+        found.setdefault(row.op, []).append(row.ratio)
+    figures = {op: _highest(each) for op, each in found.items()}
+    return {"error_ratio": _highest(figures.values()), "figures": figures}
+
+
+def _highest(values: Iterable[float]) -> float:
+    """NaN if one is."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -140,8 +141,14 @@ def write_rows(
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, copied if the elements of a head do not lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x [T, heads, D] as kernels and descriptors address it: copied if the elements of a head do
+    not lie side by side, rows overlap as those of `expand` do, or heads lie 2^31 elements apart."""
+    rows, heads, columns = x.shape
+    row, head, element = x.stride()
+    apart = (row >= columns or rows <= 1) and (head >= columns or heads <= 1)
+    if element == 1 and apart and (heads - 1) * head < 1 << 31:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Any]:

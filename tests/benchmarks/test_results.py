@@ -1,6 +1,7 @@
 """Benchmark results: rows, bars, and the file they are merged into."""
 
 import json
+import math
 from dataclasses import asdict
 
 import pytest
@@ -40,7 +41,7 @@ def test_random_products_are_judged_by_bands_of_their_rows():
     def product(m, ratio, seed=1):
         return row("matmul_random", ratio, shape={"seed": seed, "m": m, "n": 8, "k": 8})
 
-    rows = [product(1, 2.0), product(16, 0.9), product(17, 0.84), product(128, 1.1, seed=2)]
+    rows = [product(1, 2.0), product(16, 0.9, 2), product(17, 0.84), product(128, 1.1, 2)]
     assert bar("matmul_random_1_geomean", rows)["figure"] == pytest.approx(1.8**0.5)
     assert bar("matmul_random_1_lowest", rows)["met"]
     slow = bar("matmul_random_17_lowest", rows)
@@ -154,6 +155,33 @@ def test_an_upper_bar_is_missed_above_and_by_a_figure_that_is_not_finite():
     assert not bar("accuracy", [row("accuracy", None, error_ratio=1.06)])["met"]
     assert not bar("accuracy", [row("accuracy", None, error_ratio=float("inf"))])["met"]
     assert not bar("accuracy", [row("accuracy", None, error_ratio=float("nan"))])["met"]
+
+
+@pytest.mark.parametrize("ratios", [(math.nan, 2.0), (2.0, math.nan)])
+def test_a_nan_hides_behind_no_other_row(ratios):
+    """Whatever the order: `min` and `max` pass over it in one of both."""
+    rows = [row("attention_forward", ratio) for ratio in ratios]
+    assert math.isnan(bar("attention_forward", rows)["figure"])
+    rows = [row("accuracy", error_ratio=ratio) for ratio in ratios]
+    assert not bar("accuracy", rows)["met"]
+    assert not bar("gradient_fold_geomean", [row("gradient_fold", r) for r in ratios])["met"]
+
+
+def test_a_mean_needs_the_ratio_of_every_row():
+    rows = [row("gradient_fold", ratio) for ratio in (2.0, None)]
+    assert bar("gradient_fold_geomean", rows)["figure"] is None
+
+
+def test_each_band_of_random_products_needs_two_seeds_of_its_own():
+    rows = [
+        row("matmul_random", 2.0, shape={"seed": seed, "m": m, "n": 64, "k": 64})
+        for seed, m in ((1, 1), (2, 5000))
+    ]
+    assert not bar("matmul_random_1_lowest", rows)["met"]
+    rows.append(row("matmul_random", 2.0, shape={"seed": "1", "m": 2, "n": 64, "k": 64}))
+    assert not bar("matmul_random_1_lowest", rows)["met"]
+    rows.append(row("matmul_random", 2.0, shape={"seed": 3, "m": 2, "n": 64, "k": 64}))
+    assert bar("matmul_random_1_lowest", rows)["met"]
 
 
 def test_an_incomplete_suite_meets_no_bar():
@@ -277,6 +305,10 @@ def test_another_device_is_refused(tmp_path):
         '{"rows": [], "meta": []}',
         '{"rows": [{"suite": "x"}], "meta": {}}',
         json.dumps({"rows": [asdict(row()) | {"speed": 3}], "meta": META}),
+        json.dumps({"rows": [asdict(row()) | {"ratio": "a"}], "meta": META}),
+        json.dumps({"rows": [asdict(row()) | {"shape": None}], "meta": META}),
+        json.dumps({"rows": [asdict(row("experts_gradient"))], "meta": META}),
+        json.dumps({"rows": [], "meta": META | {"suites": {"attention_forward": {}}}}),
     ],
 )
 def test_a_damaged_file_is_refused_by_name_and_kept(tmp_path, text):

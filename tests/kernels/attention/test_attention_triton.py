@@ -25,6 +25,7 @@ from rl_consistency.kernels.attention.schedules import (
     key_block,
     pick_specialized,
 )
+from rl_consistency.kernels.attention.tiles_triton import dense
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
@@ -342,3 +343,19 @@ def test_a_call_fills_in_the_rows_of_its_own_sequences():
     again = attention_fwd(q, k, v, others, 0.3, None, into=found, schedule=SMALL)
     assert all(x is y for x, y in zip(again, found, strict=True))
     assert same_bytes(found, expected)
+
+
+def test_operands_that_no_descriptor_can_address_are_copied():
+    x = torch.arange(6 * 2 * 16.0).view(6, 2, 16)
+    fused = torch.zeros(6, 4, 16)[:, 1:3]
+    by_head = torch.zeros(2, 6, 16).transpose(0, 1)
+    for addressed in (x, x[:1], x[:, :1], fused, by_head, x[:0]):
+        assert dense(addressed) is addressed
+    last = x.transpose(1, 2).contiguous().transpose(1, 2)
+    overlapping = x.flatten().as_strided((6, 2, 16), (8, 4, 1))
+    for other in (x[:1].expand(6, 2, 16), x[:, :1].expand(6, 2, 16), last, overlapping):
+        copied = dense(other)
+        assert copied.is_contiguous() and copied.data_ptr() != other.data_ptr()
+        assert torch.equal(copied, other)
+    far = torch.empty(1, device="meta").as_strided((6, 3, 16), (16, 1 << 30, 1))
+    assert dense(far) is not far and dense(far[:, :1]) is not None
