@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -136,7 +137,10 @@ def test_handlers_and_prints_of_the_parent_are_not_those_of_a_child(tmp_path, ca
 
 CALLER = """
 import sys, time
+from rl_consistency.kernels.core import child_processes
 from rl_consistency.kernels.core.child_processes import finished_in_children
+
+child_processes._PR_SET_PDEATHSIG = int(sys.argv[2])
 
 def work(n):
     open(sys.argv[1] + f"/{n}", "w").close()
@@ -146,22 +150,43 @@ list(finished_in_children(work, 8, 2))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_children_end_with_their_parent(how, tmp_path):
-    """A pipe that they hold stands for a GPU, a port or `| tee`."""
+def ended_caller(how, folder, asked=1):
+    """A program that was ended while two children worked: the end of a pipe that they hold too,
+    which stands for a GPU, a port or `| tee`, and their ids."""
     read, held = os.pipe()
-    command = [sys.executable, "-c", CALLER, str(tmp_path)]
+    command = [sys.executable, "-c", CALLER, str(folder), str(asked)]
     caller = subprocess.Popen(command, pass_fds=[held], stderr=subprocess.DEVNULL)
     os.close(held)
-    while len(list(tmp_path.iterdir())) < 2:
+    while len(list(folder.iterdir())) < 2:
         assert caller.poll() is None
         time.sleep(0.02)
+    with open(f"/proc/{caller.pid}/task/{caller.pid}/children") as file:
+        children = [int(child) for child in file.read().split()]
     caller.send_signal(how)
     caller.wait()
-    began = time.perf_counter()
-    assert os.read(read, 1) == b""
+    return read, children
+
+
+def is_let_go(read, seconds):
+    """Whether nobody holds the other end of a pipe, or soon will not."""
+    return bool(select.select([read], [], [], seconds)[0])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_children_end_with_their_parent(how, tmp_path):
+    read, _ = ended_caller(how, tmp_path)
+    assert is_let_go(read, 5) and len(list(tmp_path.iterdir())) == 2
     os.close(read)
-    assert time.perf_counter() - began < 5 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_children_that_do_not_ask_for_it_outlive_their_parent(tmp_path):
+    """Negative control."""
+    read, children = ended_caller(signal.SIGKILL, tmp_path, asked=0)
+    assert not is_let_go(read, 0.5)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    assert is_let_go(read, 5)
+    os.close(read)
 
 
 def test_an_interrupt_while_children_start_loses_none(monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.models import decoder
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.moe import balance
 from rl_consistency.models.moe.balance import sequence_balance
@@ -137,6 +138,23 @@ def test_a_backward_pass_of_its_own_is_a_second_one_of_the_same_forward(first):
         one, other = scored(), scored()
         with pytest.raises(ValueError, match="took part in several forward passes"):
             (one.balance.sum() + other.balance.sum()).backward()
+
+
+def test_without_its_forward_pass_a_second_one_depends_on_the_cut(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(decoder, "record_forward", lambda *_: None)
+
+    def gradient(groups):
+        model.zero_grad()
+        for group in groups:
+            inputs, prompts = [SEQUENCES[i] for i in group], [PROMPTS[i] for i in group]
+            found = token_logprobs(model, inputs, prompt_lengths=prompts, balance=True)
+            found.balance.sum().backward(retain_graph=True)
+            found.logprobs.sum().backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    with patch(model := build_preset("tiny-qwen3-moe")):
+        assert not torch.equal(gradient([[0, 1, 2, 3]]), gradient(CUTS[1]))
 
 
 def over_the_batch(record, layout):
