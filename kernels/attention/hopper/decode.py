@@ -263,7 +263,7 @@ def attention_decode_kernel(
     if WHOLE and (not SPLIT or alone):
         write_rows(
             OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
-            stride_ot, stride_oh, stride_lse, HEAD_DIM, ROWS, GROUP, DIM, stored_layout(DIM), LANES,
+            stride_ot, stride_oh, stride_lse, HEAD_DIM, GROUP, stored_layout(DIM), LANES,
         )  # fmt: skip
     else:
         # A program stores its blocks before it counts itself.
@@ -286,7 +286,7 @@ def attention_decode_kernel(
             )  # fmt: skip
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
-                q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, STORED, GROUP, WIDTH,
+                q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, GROUP,
                 stored_layout(WIDTH), LANES,
             )  # fmt: skip
 

@@ -165,11 +165,10 @@ def write_lse(LSE, lse, places, stride_lse, STORED: gl.constexpr):
 @gluon.jit
 def write_rows(
     OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    columns, R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STORED: gl.constexpr,
-    ADDED: gl.constexpr,
+    columns, GROUP: gl.constexpr, STORED: gl.constexpr, ADDED: gl.constexpr,
 ):  # fmt: skip
-    """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] and lanes
-    [R, 8] as `finish_rows` has them, acc [R, DIM], of which `columns` are written. STORED and ADDED
+    """Divide the sums of rows first .. of a sequence and write o and lse: m [R] and lanes [R, 8] as
+    `finish_rows` has them, acc [R, N], of which `columns` are written. STORED and ADDED
     are layouts of acc and lanes: see `stored_layout` and `LANES`."""
     out, lse = finish_rows(m, lanes, (acc,), ADDED)
     places = places_of(out[0], first, kv_head, start_row, q_len, GROUP, STORED)
