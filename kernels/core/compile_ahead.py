@@ -107,7 +107,7 @@ class _Kernel:
 
     def on_disk(self) -> bool:
         """Whether Triton's cache holds it, as far as the names of its files say."""
-        folder = cache.get_cache_manager(hashlib.sha256(self._key.encode()).hexdigest())
+        folder: Any = cache.get_cache_manager(hashlib.sha256(self._key.encode()).hexdigest())
         return folder.has_file(f"{self.function.__name__[:150]}.json")
 
     def make(self) -> None:

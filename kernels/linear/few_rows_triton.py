@@ -31,7 +31,6 @@ from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
-from rl_consistency.kernels.matmul.prefetch_triton import prefetch_rows
 from rl_consistency.kernels.matmul.product_triton import (
     SHARED_BYTES,
     launch_options,
@@ -54,6 +53,10 @@ def qkv_kernel(
     A program chooses its weight before the loop over K, so one loop with one set of buffers is
     compiled. Descriptors cannot be chosen at run time.
     """
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_q = tiles_m * tl.cdiv(NQ, BLOCK_N)
@@ -69,12 +72,6 @@ def qkv_kernel(
         tile -= tiles_q
         if HAS_BIAS:
             bias_ptr = bk_ptr
-    if OVERLAP:
-        _tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        prefetch_rows(w_ptr, stride_w, tile_n * BLOCK_N, N, K, BLOCK_N)
-        # Nothing is read before the kernel ahead is done.
-        gdc_wait()
-        gdc_launch_dependents()
     pointer_tile(
         tile, x_ptr, w_ptr, y_ptr, bias_ptr, M, N, K, stride_x, 1, 1, stride_w, N,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HAS_BIAS,
@@ -92,19 +89,17 @@ def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 @remembered
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_tma_kernel(
-    x_desc, gate_desc, up_desc, y_desc, gate_ptr, up_ptr, M, N, K, stride_gate, stride_up,
+    x_desc, gate_desc, up_desc, y_desc, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the result, from one tile of each product; by descriptors."""
-    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     if OVERLAP:
-        prefetch_rows(gate_ptr, stride_gate, column, N, K, BLOCK_N)
-        prefetch_rows(up_ptr, stride_up, column, N, K, BLOCK_N)
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for k in range(tl.cdiv(K, BLOCK_K)):
@@ -122,13 +117,11 @@ def gate_up_glu_pointer_kernel(
     ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The same by pointers; rows of x and of the weights are contiguous."""
-    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     if OVERLAP:
-        prefetch_rows(gate_ptr, stride_gate, tile_n * BLOCK_N, N, K, BLOCK_N)
-        prefetch_rows(up_ptr, stride_up, tile_n * BLOCK_N, N, K, BLOCK_N)
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     steps = tl.arange(0, BLOCK_K)
@@ -211,21 +204,18 @@ def gate_up_glu_fwd(
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
     tiles = cdiv(m, bm) * cdiv(n, bn)
-    options = _options(schedule, x)
-    options |= {"ACTIVATION": ACTIVATIONS.index(activation)}
-    strides = (w_gate.stride(0), w_up.stride(0))
+    options = _options(schedule, x) | {"ACTIVATION": ACTIVATIONS.index(activation)}
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](
             tile_descriptor(x, (bm, bk)),
             tile_descriptor(w_gate, (bn, bk)),
             tile_descriptor(w_up, (bn, bk)),
             tile_descriptor(y, (bm, bn)),
-            w_gate, w_up, m, n, inner, *strides, **options,
+            m, n, inner, **options,
         )  # fmt: skip
     else:
-        gate_up_glu_pointer_kernel[(tiles,)](
-            x, w_gate, w_up, y, m, n, inner, x.stride(0), *strides, **options
-        )
+        strides = (matrix.stride(0) for matrix in (x, w_gate, w_up))
+        gate_up_glu_pointer_kernel[(tiles,)](x, w_gate, w_up, y, m, n, inner, *strides, **options)
     return y
 
 

@@ -31,7 +31,6 @@ from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.matmul.prefetch_triton import prefetch_rows
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
 
 SHARED_BYTES = 227 * 1024
@@ -109,7 +108,7 @@ def tma_tile(
 @remembered
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
-    a_desc, b_desc, c_desc, b_ptr, bias_ptr, M, N, K, stride_b,
+    a_desc, b_desc, c_desc, bias_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
     PERSISTENT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -120,9 +119,6 @@ def tma_kernel(
         # No load or store runs before the previous kernel ends: it may be an optimizer that writes
         # the weights.
         gdc_launch_dependents()
-        if NT:
-            _tile_m, tile_n = tile_position(first, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-            prefetch_rows(b_ptr, stride_b, tile_n * BLOCK_N, N, K, BLOCK_N)
         gdc_wait()
     if PERSISTENT:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -266,7 +262,7 @@ def _launch_tma(
         tile_descriptor(a, (block_m, block_k)),
         tile_descriptor(b, b_block),
         tile_descriptor(c, (block_m, stored)),
-        b, bias, a.shape[0], c.shape[1], a.shape[1], b.stride(0),
+        bias, a.shape[0], c.shape[1], a.shape[1],
         NT=layout == "nt", SWAP=schedule.swap, SPLIT=schedule.split,
         PERSISTENT=schedule.persistent, OVERLAP=schedule.overlap and not INTERPRETED,
         launch_pdl=schedule.overlap, **options,

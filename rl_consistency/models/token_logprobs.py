@@ -197,8 +197,9 @@ def _score(
     found = record.fingerprints(rows.index[rows.kept])
     if balance:
         # Routers' logits leave the decoder beside its hidden states, whose guard they do not meet.
+        passes, forward = record.forward or (None, None)
         balances = sequence_balance(record, batch.layout)
-        found = *found, guarded_backward(balances, *(record.forward or ()))
+        found = *found, guarded_backward(balances, passes, forward)
     return *_row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows)), *found
 
 
