@@ -68,8 +68,8 @@ def test_without_the_refusal_a_hook_changes_the_earlier_micro_batch_twice(monkey
 
 
 def test_without_the_refusal_a_penalty_on_gradients_is_dropped(monkeypatch):
-    monkeypatch.setattr(token_logprobs_module, "guarded_backward", lambda output: output)
-    monkeypatch.setattr(decoder, "guarded_backward", lambda output, passes: output)
+    monkeypatch.setattr(token_logprobs_module, "guarded_backward", lambda output, *_: output)
+    monkeypatch.setattr(decoder, "guarded_backward", lambda output, *_: output)
     model = build_preset("tiny-llama")
     with patch(model):
         scored = token_logprobs(model, SEQUENCES[:1], prompt_lengths=[1])

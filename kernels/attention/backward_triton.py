@@ -214,10 +214,11 @@ def attention_bwd(
     if key_schedule is None and query_schedule is None:
         specialized = schedules.pick_specialized(layout, do, q, k, v)
     if specialized is not None:
-        if query_schedule is not None or not schedules.admits(specialized, layout, do, q, k, v):
+        known = specialized in schedules.SPECIALIZED and query_schedule is None
+        if not known or not schedules.admits(specialized, layout, do, q, k, v):
             raise ValueError(schedules.UNSPECIALIZED)
         all_gradients = attention_backward_hopper.attention_hopper_bwd
-        if specialized is schedules.SEVEN_PRODUCTS:
+        if specialized == schedules.SEVEN_PRODUCTS:
             all_gradients = wide_backward.attention_wide_bwd
         all_gradients(do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window)
         return dq, dk, dv

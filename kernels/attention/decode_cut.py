@@ -13,9 +13,9 @@ FEWEST_BLOCKS = 4
 FILLED = 0.95
 """The part of the multiprocessors that has to have a program, else tiles are divided further."""
 LONG_SHARE = 8
-"""Blocks of a program from which two rounds of programs that share all tiles gain."""
+"""Blocks of a program from which all tiles shared by two rounds of programs are faster."""
 FOLD_BYTES = 256 << 10
-"""The most written bytes of a tile that one program folds in a time that does not matter."""
+"""The most written bytes of a tile that one program should fold: some 10 us."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def cut_for(
     """The cut of `tiles`, counted once per KV head, of `blocks` key blocks each on average.
 
     `written_bytes` are those of a written block, `resident` the programs that a multiprocessor
-    holds. `plain` programs for each tile are what fills the device once or leaves tiles whole.
+    holds. `plain` is the number of programs for each tile that fills the device once, or 1.
     Unless the number of blocks is `exact`, and not just a bound, no tile is divided that `plain`
     leaves whole, but those of a round that would be hardly begun.
     """

@@ -158,7 +158,7 @@ def attention_fwd(
     if most_rows == 0:
         return out, lse
     if schedule is None:
-        schedule = schedules.pick_forward(q, k, v, layout, most_rows)
+        schedule = schedules.pick_forward(q, k, v, layout, most_rows, window)
     elif not schedules.admits(schedule, layout, q, k, v):
         raise ValueError(schedules.NO_RING if schedule.ring else schedules.UNSPECIALIZED)
     device = q.device
@@ -183,6 +183,10 @@ def attention_fwd(
         windowed=window is not None,
         factor=scale * schedules.LOG2E,
     )
+    if cut is not None and not schedule.ring:
+        raise ValueError(schedules.NO_RING)
+    if cut is not None and programs_per_tile is not None:
+        raise ValueError("attention: a cut says how many programs a tile has; give no number too.")
     if schedule.specialized:
         attention_hopper_fwd(call, layout, window)
         return out, lse
@@ -191,7 +195,7 @@ def attention_fwd(
         if programs_per_tile is not None:
             cut = Cut.even(grid, programs_per_tile)
         elif cut is None:
-            sizes = grid, most_rows, head_dim, multiprocessors
+            sizes = grid, most_rows, head_dim, multiprocessors, window
             cut = schedules.decode_cut(layout, *sizes, read_once=call.shared is not None)
         cut.check(grid)
         tickets = layout.tickets(device, grid - cut.whole) if cut.whole < grid else None
@@ -202,8 +206,6 @@ def attention_fwd(
         slices = schedules.slices_for(cut, grid, dim, places) if schedule.spread else 1
         attention_decode_fwd(call, schedule, cut, slices, tickets, sums)
         return out, lse
-    if cut is not None:
-        raise ValueError(schedules.NO_RING)
     programs = programs_per_tile
     if programs is None:
         places = schedule.resident * multiprocessors

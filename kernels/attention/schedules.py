@@ -104,7 +104,8 @@ class Schedule:
     """Whether several programs fold a tile whose blocks programs of a ring have written, a slice of
     the columns each. The whole launch must fit the device at once; else the last program folds."""
     resident: int = 2
-    """Programs per multiprocessor where the key blocks of a tile are spread over programs."""
+    """Programs per multiprocessor for which a launch leaves registers and shared memory, where the
+    key blocks of a tile are spread over programs."""
 
 
 PREFILL_HOPPER = Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True)
@@ -163,19 +164,21 @@ BACKWARD_KEYS = (
     Schedule(rows=32, keys=64, warps=8, stages=1),
     BACKWARD_WIDE,
 )
-"""dk and dv by tiles of keys; the specialised ones, of heads up to 128 and above, compute dq as
-well."""
+"""dk and dv by tiles of keys; `FIVE_PRODUCTS` (heads up to 128) and `SEVEN_PRODUCTS` (above)
+compute dq as well."""
+SPECIALIZED = (FIVE_PRODUCTS, SEVEN_PRODUCTS)
 
 
 def pick_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int
-) -> Schedule:
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int,
+    window: int | None = None,
+) -> Schedule:  # fmt: skip
     """The forward schedule; `most_rows` is the largest number of rows of a sequence and KV head."""
     few = most_rows <= FEW_ROWS
     if q.dtype == torch.float32:
         return _fitting(q, FP32_FORWARD)
     if few and admits(DECODE_LAST, layout, q, k, v):
-        return _pick_ring(q, k.shape[1], layout, most_rows)
+        return _pick_ring(q, k, layout, most_rows, window)
     if few:
         return DECODE_POINTERS if q.shape[2] <= 128 else _fitting(q, FP32_FORWARD)
     if admits(PREFILL_HOPPER, layout, q, k, v):
@@ -185,13 +188,16 @@ def pick_forward(
     return PREFILL_DESCRIPTORS if has_tma(q.device) else PREFILL_POINTERS
 
 
-def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
+def _pick_ring(
+    q: Tensor, k: Tensor, layout: AttentionLayout, most_rows: int, window: int | None
+) -> Schedule:
     """The ring for the host's lengths, which bound a captured launch."""
     multiprocessors, dim = sm_count(q.device), q.shape[2]
-    tiles = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * kv_heads
-    blocks = cdiv(layout.longest_context, key_block(dim))
+    tiles = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * k.shape[1]
+    blocks = seen_blocks(layout.longest_context, layout, dim, window)
     shares = layout.tables(q.device).shared is not None
-    cut = decode_cut(layout, tiles, most_rows, dim, multiprocessors, read_once=shares)
+    once = shares and window is None and reads_shared_keys_once(k)
+    cut = decode_cut(layout, tiles, most_rows, dim, multiprocessors, window, read_once=once)
     if cut.whole < tiles:
         places = DECODE_SPREAD.resident * multiprocessors
         if cut.programs > places and padded(dim) == 64:
@@ -258,36 +264,42 @@ def pick_shared(
     return SHARED_DEEP if high_tiles <= places else SHARED_HIGH, 1
 
 
+def seen_blocks(context: int, layout: AttentionLayout, head_dim: int, window: int | None) -> int:
+    """The most key blocks of a context that a tile of few rows walks over."""
+    keys = key_block(head_dim)
+    if window is not None:
+        # From the border of the first block that the first query sees to the last query.
+        context = min(context, window + layout.most_queries + keys - 2)
+    return cdiv(context, keys)
+
+
 def decode_cut(
-    layout: AttentionLayout,
-    tiles: int,
-    most_rows: int,
-    head_dim: int,
-    multiprocessors: int,
-    *,
-    read_once: bool,
-) -> Cut:
+    layout: AttentionLayout, tiles: int, most_rows: int, head_dim: int, multiprocessors: int,
+    window: int | None = None, *, read_once: bool,
+) -> Cut:  # fmt: skip
     """How a ring's tiles, counted once per KV head, are dealt to programs.
 
-    With `read_once` another kernel reads some keys of sequences that share them, and nobody knows
-    how few blocks are left.
+    With `read_once` another kernel reads some keys of sequences that share them, and the host does
+    not know how many blocks are left.
     """
-    dim, keys = padded(head_dim), key_block(head_dim)
-    most_blocks = cdiv(layout.longest_context, keys)
+    dim = padded(head_dim)
+    most_blocks = seen_blocks(layout.longest_context, layout, head_dim, window)
     plain = programs_for(tiles, most_blocks, most_rows, dim, multiprocessors)
     if most_rows > SPLIT_ROWS or read_once:
         return Cut.even(tiles, plain)
     written = 4 * next_power_of_2(most_rows) * (dim + 9)
     cut = cut_for(
         tiles,
-        cdiv(layout.mean_context, keys),
+        seen_blocks(layout.mean_context, layout, head_dim, window),
         written,
         multiprocessors=multiprocessors,
         resident=DECODE_CROWDED.resident if dim == 64 else DECODE_SPREAD.resident,
         plain=plain,
         exact=layout.exact,
     )
-    fits = (tiles - cut.whole) * most_blocks * written <= SPLIT_BYTES
+    # There is room for all blocks of a context, also where a window leaves some out.
+    room = (tiles - cut.whole) * cdiv(layout.longest_context, key_block(head_dim)) * written
+    fits = room <= SPLIT_BYTES
     return cut if fits else Cut.even(tiles, plain)
 
 

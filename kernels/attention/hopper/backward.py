@@ -53,7 +53,7 @@ from rl_consistency.kernels.attention.hopper.backward_parts import (
     load_rows,
     load_sums,
     store_sums,
-    write_rows,
+    write_gradient,
     zeros,
 )
 from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
@@ -114,7 +114,7 @@ def _send(
     """Round and store dq if these are its last keys, else leave it to `leave_chains`."""
     mbarrier.wait(free, step & 1 ^ 1)
     if ahead < KEYS:
-        write_rows(
+        write_gradient(
             dQ, dq, scale, first_key + ahead, start_row, head, limit, stride_dqt, stride_dqh,
             HEAD_DIM, DIM,
         )  # fmt: skip
@@ -208,11 +208,11 @@ def _consume(
         store_sums(SUMS, entry, 1, dv, DIM)
         count(handed + gl.load(entry + 5))
     else:
-        write_rows(
+        write_gradient(
             dK, dk, scale, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, HEAD_DIM,
             DIM,
         )  # fmt: skip
-        write_rows(
+        write_gradient(
             dV, dv, 1.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM,
             DIM,
         )  # fmt: skip

@@ -71,7 +71,7 @@ def load_rows(
 
 
 @gluon.jit
-def write_rows(
+def write_gradient(
     X, sums, scale, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
@@ -86,15 +86,13 @@ def write_rows(
 
 
 @gluon.jit
-def _write_part(
-    X, value, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr
-):
-    """`write_rows` of one part, of which HEAD_DIM columns are written."""
+def _write_part(X, value, first, start_row, head, limit, stride_t, stride_h, COLUMNS: gl.constexpr):
+    """`write_gradient` of one part, of which COLUMNS are written."""
     rows: gl.constexpr = value.shape[0]
-    columns: gl.constexpr = value.shape[1]
+    held: gl.constexpr = value.shape[1]
     layout: gl.constexpr = value.type.layout
     pointer, mask = _places(
-        X, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM, rows, columns, layout
+        X, first, start_row, head, limit, stride_t, stride_h, COLUMNS, rows, held, layout
     )
     gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
 

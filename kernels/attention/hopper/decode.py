@@ -19,11 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode_fold import (
-    FEW_FLOATS,
-    WRITTEN_FLOATS,
     all_written,
     finite,
     first_sums,
+    floats_for,
     fold_block,
     fold_written,
     folded_layout,
@@ -321,7 +320,7 @@ def attention_decode_fwd(
         KEYS=call.keys, HEAD_DIM=call.head_dim, DIM=call.dim, BLOCK=call.block_size,
         WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0,
         SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
-        FLOATS=(FEW_FLOATS if schedule.resident > 2 else WRITTEN_FLOATS).value,
+        FLOATS=floats_for(schedule.resident),
         num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, **OPTIONS,
     )  # fmt: skip

@@ -54,9 +54,14 @@ def blocks_at_once(rows, columns, floats):
     return n
 
 
-def shared_bytes(rows: int, columns: int) -> int:
+def floats_for(resident: int) -> int:
+    """Most numbers of written blocks in one buffer, by the programs of a multiprocessor."""
+    return (FEW_FLOATS if resident > 2 else WRITTEN_FLOATS).value
+
+
+def shared_bytes(rows: int, columns: int, resident: int) -> int:
     """Shared memory of a program's fold: its ring and the factors."""
-    blocks = int(blocks_at_once(rows, columns, WRITTEN_FLOATS.value))
+    blocks = int(blocks_at_once(rows, columns, floats_for(resident)))
     return 4 * blocks * rows * (BUFFERS.value * (columns + 8) + 2)
 
 

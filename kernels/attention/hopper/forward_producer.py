@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rl_consistency.kernels.attention.hopper.head_parts import (
     buffer_at,
+    copy_masked_rows,
     copy_part,
     copy_rows,
     parts_of,
@@ -119,28 +120,6 @@ def _load_queries(
         thread_barrier()
         for which in gl.static_range(2):
             mbarrier.arrive(q_full.index(first + which), count=1)
-
-
-@gluon.jit
-def copy_masked_rows(
-    base, buffer, first_column, first, limit, stride_t, stride_h, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Start to copy rows first .. of a sequence, GROUP to a token, into a buffer [rows, width];
-    zeros from row `limit` and column HEAD_DIM on."""
-    width: gl.constexpr = buffer.shape[1]
-    # At least as many rows as the layout has.
-    chunk: gl.constexpr = 64 if width == 16 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-    column = first_column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
-    for c in gl.static_range(buffer.shape[0] // chunk):
-        row = first + c * chunk + within
-        at = (row // GROUP).to(gl.int64) * stride_t + row % GROUP * stride_h
-        pointer = base + gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
-        mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(column < HEAD_DIM, 0)
-        to = buffer.slice(c * chunk, chunk, 0)
-        async_copy.async_copy_global_to_shared(to, pointer, mask=mask)
 
 
 @gluon.jit

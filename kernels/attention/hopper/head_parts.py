@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma,
@@ -63,6 +64,28 @@ def copy_rows(descs, row, head, full, bufs, HEADS: gl.constexpr, DIM: gl.constex
     PARTS: gl.constexpr = parts_of(DIM)
     for i in gl.static_range(len(PARTS)):
         copy_part(descs[i], row, head, PARTS[i][0], full, bufs[i], HEADS)
+
+
+@gluon.jit
+def copy_masked_rows(
+    base, buffer, first_column, first, limit, stride_t, stride_h, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Start to copy rows first .. of a sequence, GROUP to a token, into a buffer [rows, width];
+    zeros from row `limit` and column HEAD_DIM on."""
+    width: gl.constexpr = buffer.shape[1]
+    # At least as many rows as the layout has.
+    chunk: gl.constexpr = 64 if width == 16 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    column = first_column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    for c in gl.static_range(buffer.shape[0] // chunk):
+        row = first + c * chunk + within
+        at = (row // GROUP).to(gl.int64) * stride_t + row % GROUP * stride_h
+        pointer = base + gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
+        mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(column < HEAD_DIM, 0)
+        to = buffer.slice(c * chunk, chunk, 0)
+        async_copy.async_copy_global_to_shared(to, pointer, mask=mask)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
+from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.layout import (
     AttentionLayout,
     PackedSequences,
@@ -225,17 +226,25 @@ def _compare_attention(
     settings = (layout, shape.scale, shape.window)
     few = max(layout.query_lens) * (shape.heads // shape.kv_heads) <= 64
 
-    def attended(choice: tuple[attention_schedules.Schedule, int]) -> Tensor:
+    def attended(choice: tuple[attention_schedules.Schedule, int | Cut]) -> Tensor:
         schedule, programs = choice
-        found = attention_triton.attention_fwd(
-            *operands, *settings, schedule=schedule, programs_per_tile=programs
-        )
+        dealt: dict[str, Any] = {
+            "cut" if isinstance(programs, Cut) else "programs_per_tile": programs
+        }
+        found = attention_triton.attention_fwd(*operands, *settings, schedule=schedule, **dealt)
         return torch.cat(of_sequences(layout, *found))
 
     # Few rows may have their keys spread over several programs.
     entries = attention_schedules.forward_entries(table, operands[0].dtype)
     admitted = [s for s in entries if attention_schedules.admits(s, layout, *operands)]
+    choices: list[tuple[attention_schedules.Schedule, int | Cut]]
     choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
+    group = shape.heads // shape.kv_heads
+    for s in admitted:
+        if few and s.ring:
+            tiles = len(layout.tiles(operands[0].device, group, s.rows)) * shape.kv_heads
+            # Some tiles with a program more than others, and some whole.
+            choices += [(s, Cut(0, 2 * tiles + tiles // 2)), (s, Cut(tiles // 2, 3 * tiles))]
     queries = "decode" if few else "prefill"
     schedules_alike(tally, f"{shape}, {queries}", choices, attended)
 

@@ -5,14 +5,15 @@ import torch
 
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.decode_cut import Cut
+from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS
 from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import (
-    DECODE,
     DECODE_CROWDED,
     DECODE_DEEP,
     DECODE_LAST,
+    DECODE_POINTERS,
     DECODE_SPREAD,
     NARROWEST,
     PREFILL_DESCRIPTORS,
@@ -22,6 +23,7 @@ from rl_consistency.kernels.attention.schedules import (
     key_block,
     pick_forward,
     programs_for,
+    seen_blocks,
     slices_for,
 )
 
@@ -140,13 +142,22 @@ def test_slices_are_folded_only_where_the_whole_launch_fits_the_device(dim):
     assert slices(0, 8 * 4 - 1) == 2 and slices(1, 100) == 1
 
 
-@pytest.mark.parametrize("schedule", [s for s in DECODE if s.spread])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_programs_that_wait_for_one_another_fit_a_multiprocessor_together(schedule, dim):
-    """The launch counts on `resident` of them; ring and fold do not live at the same time."""
-    assert schedule.ring
+RESIDENT = [
+    *((DECODE_SPREAD, 2, dim) for dim in (64, 128, 256)),
+    *((DECODE_LAST, 2, dim) for dim in (64, 128, 256)),
+    *((DECODE_DEEP, 1, dim) for dim in (64, 128, 256)),
+    (DECODE_CROWDED, 3, 64),
+]
+"""Rings, and how many of their programs the cuts of decode count on, by columns of a head."""
+
+
+@pytest.mark.parametrize("schedule, resident, dim", RESIDENT)
+def test_programs_that_share_tiles_fit_a_multiprocessor_together(schedule, resident, dim):
+    """Some wait for others, which must run then; ring and fold do not live at the same time."""
     threads = 32 * schedule.warps
-    assert schedule.resident * threads * min(REGISTERS // schedule.resident, 255) <= 1 << 16
+    # The hardware gives registers to a thread by eight.
+    registers = -(-min(REGISTERS // schedule.resident, 255) // 8) * 8
+    assert resident * threads * registers <= 1 << 16
     for slices in (1, 2, 4, 8, 16):
         for stored in (1, 2, 4, 8, 16):
             if dim // slices < NARROWEST:
@@ -154,5 +165,24 @@ def test_programs_that_wait_for_one_another_fit_a_multiprocessor_together(schedu
             # A block's probabilities change hands beside the ring, at most two bytes each.
             keys = key_block(dim)
             ring = schedule.ring * keys * dim * 2 + 16 * keys * 2
-            held = max(ring, shared_bytes(stored, dim // slices)) + 16
-            assert schedule.resident * (held + RESERVED) <= SHARED
+            held = max(ring, shared_bytes(stored, dim // slices, schedule.resident)) + 16
+            assert resident * (held + RESERVED) <= SHARED
+
+
+def test_a_window_leaves_blocks_out_of_the_cut():
+    contexts = [8192] * 20
+    assert cut_of(contexts, read_once=False) == Cut(0, 528)
+    assert cut_of(contexts, window=1024, read_once=False) == Cut.even(160, 1)
+    layout = paged(contexts)
+    assert seen_blocks(8192, layout, 128, None) == 64
+    assert seen_blocks(8192, layout, 128, 1024) == 9 and seen_blocks(8192, layout, 128, 1) == 1
+    assert seen_blocks(100, layout, 128, 1024) == 1
+
+
+def test_a_cut_that_would_not_be_used_is_refused():
+    layout = paged([512, 512])
+    cache = layout.key_cache[0][0]
+    q = torch.empty(2, 8, 128, dtype=torch.bfloat16)
+    for choice in ({"schedule": DECODE_POINTERS}, {"programs_per_tile": 2}):
+        with pytest.raises(ValueError, match="a ring of buffers needs|a cut says how many"):
+            attention_fwd(q, cache, cache, layout, 1.0, None, cut=Cut.even(16, 1), **choice)

@@ -20,6 +20,7 @@ from rl_consistency.kernels.attention.schedules import (
     FIVE_PRODUCTS,
     LOG2E,
     PREFILL,
+    PREFILL_HOPPER,
     SEVEN_PRODUCTS,
     Schedule,
     key_block,
@@ -272,7 +273,7 @@ def test_specialised_warps_are_refused_where_they_cannot_run():
     o, lse = attention_fwd(q, k, v, layout, 1.0, None)
     given = (do, q, k, v, o, lse, layout, 1.0, None)
     for choice in ({}, {"query_schedule": BACKWARD_QUERIES[0]}):
-        for schedule in (FIVE_PRODUCTS, SEVEN_PRODUCTS):
+        for schedule in (FIVE_PRODUCTS, SEVEN_PRODUCTS, PREFILL_HOPPER):
             with pytest.raises(ValueError, match="specialised warps need sm_90"):
                 attention_bwd(*given, key_schedule=schedule, **choice)
     assert not pick_specialized(layout, do, q, k, v)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_consistency.kernels.attention.hopper.backward_parts import load_rows, write_rows
+from rl_consistency.kernels.attention.hopper.backward_parts import load_rows, write_gradient
 from rl_consistency.kernels.attention.hopper.head_parts import start_scores
 from rl_consistency.kernels.attention.hopper.tiles import barriers, signal, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, SEVEN_PRODUCTS
@@ -137,11 +137,11 @@ def _fold_dkv(
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
         signal(done.index(slot))
         scores = warpgroup_mma_wait(0, deps=[coming])
-    write_rows(
+    write_gradient(
         dK, (dk,), scale, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, HEAD_DIM,
         DIM,
     )  # fmt: skip
-    write_rows(
+    write_gradient(
         dV, (dv,), 1.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM, DIM
     )  # fmt: skip
 

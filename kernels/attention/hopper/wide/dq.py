@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_consistency.kernels.attention.hopper.backward_parts import write_rows
-from rl_consistency.kernels.attention.hopper.forward_producer import copy_masked_rows
-from rl_consistency.kernels.attention.hopper.head_parts import start_scores
+from rl_consistency.kernels.attention.hopper.backward_parts import write_gradient
+from rl_consistency.kernels.attention.hopper.head_parts import copy_masked_rows, start_scores
 from rl_consistency.kernels.attention.hopper.tiles import (
     barriers,
     fresh_zero,
@@ -154,7 +153,7 @@ def _fold_dq(
         dq = warpgroup_mma_wait(1, deps=[dq])
         signal(k_empty.index(slot))
         scores = warpgroup_mma_wait(0, deps=[coming])
-    write_rows(
+    write_gradient(
         dQ, (dq,), scale, first, start_row, head, limit, stride_dqt, stride_dqh, HEAD_DIM, DIM
     )  # fmt: skip
 
