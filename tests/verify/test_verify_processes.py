@@ -138,10 +138,10 @@ def test_an_error_that_can_be_sent_arrives_as_it_is():
 def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
     found = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(verify_processes, "_end_with_parent", lambda: None)
-    monkeypatch.setattr(compile_ahead, "_threads", 1)
+    monkeypatch.setattr(compile_ahead, "_workers", 1)
     try:
         _begin_process(torch.device("cuda"), torch.get_num_threads(), 5)
-        assert compile_ahead._threads == 5
+        assert compile_ahead._workers == 5
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, found)
