@@ -1,5 +1,5 @@
-"""A model small enough to be built anew by every test that wants one, and processes of tests that
-share the cores on which kernels compile."""
+"""A small model, built anew by every test that asks for it. Processes of tests share the cores on
+which kernels compile."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def make_own(folder: Path) -> bool:
 
 
 def replace_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON, so that nobody meets a half; OSError leaves it as it was."""
+    """Write a file of JSON in one piece. An OSError leaves the old file as it was."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -174,7 +174,7 @@ def ended_caller(how, folder, asked=1):
 
 
 def is_let_go(read, seconds):
-    """Whether nobody holds the other end of a pipe, or soon will not."""
+    """Whether the other end of a pipe is closed within so many seconds."""
     return bool(select.select([read], [], [], seconds)[0])
 
 
