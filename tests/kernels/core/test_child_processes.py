@@ -113,10 +113,10 @@ def test_descriptors_beyond_a_thousand_are_polled():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(1100):
             stack.enter_context(open(os.devnull))
         assert sorted(finished_in_children(lambda n: None, 4, 2)) == list(range(4))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_handlers_and_prints_of_the_parent_are_not_those_of_a_child(tmp_path, capfd):
