@@ -1,6 +1,10 @@
 """A process that compiles every kernel of router and experts for sm_90 with no GPU at hand, and
-prints name, registers' spills in bytes and shared memory of each. Nothing runs."""
+prints name, registers' spills in bytes and shared memory of each. Nothing runs.
 
+Of a kernel's schedules those with the largest tiles are compiled, since they need most registers
+and most shared memory; with `all` in the command line every one is, in three times the time."""
+
+import sys
 from functools import partial
 
 import torch
@@ -32,6 +36,24 @@ from rl_consistency.kernels.router.schedules import candidates
 from tests.kernels.attention.compile_for_sm90 import compile_only, spilled
 
 EXPERTS, TOP_K, ROWS, HIDDEN, WIDTH = 128, 8, 512, 2048, 768
+EVERY = sys.argv[1:] == ["all"]
+
+
+def largest(schedules, size):
+    """Those of each kind (pointers or descriptors) with the largest tiles, or every one."""
+    kinds = {schedule.kind for schedule in schedules}
+    most = {kind: max(size(s) for s in schedules if s.kind == kind) for kind in kinds}
+    return [s for s in schedules if EVERY or size(s) == most[s.kind]]
+
+
+def elements(schedule):
+    """Of the output tile of a product of experts."""
+    return schedule.tall.block_m * schedule.tall.block_n
+
+
+def fold_elements(schedule):
+    """Of the gradient's tile."""
+    return schedule.block_n * schedule.block_k
 
 
 def calls(dtype):
@@ -45,14 +67,14 @@ def calls(dtype):
     packed = torch.empty(len(pairs), 2 * WIDTH, dtype=dtype)
     down = torch.empty(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
     weights = torch.zeros(ROWS, TOP_K)
-    for schedule in product_candidates("nt", dtype, tma=True):
+    for schedule in largest(product_candidates("nt", dtype, tma=True), elements):
         for layout, by_row, a, w in (("nt", False, activated, down), ("nn", True, x, down)):
             yield partial(product_fwd, a, w, layout, first, pairs, TOP_K, by_row, schedule)
-    for schedule in product_candidates("gate_up", dtype, tma=True):
+    for schedule in largest(product_candidates("gate_up", dtype, tma=True), elements):
         yield partial(gate_up_fwd, x, gate_up, first, pairs, TOP_K, "silu", True, schedule)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
-    for schedule in fold_candidates(dtype, tma=True):
+    for schedule in largest(fold_candidates(dtype, tma=True), fold_elements):
         runs = Runs(pairs, pairs, first)
         yield partial(
             fold_runs, buffer, packed, x, runs, dy_by_row=False, fresh=False,
@@ -64,14 +86,14 @@ def calls(dtype):
         yield partial(gather_pairs, x, first, pairs, TOP_K, schedule)
         yield partial(in_steps, x, pairs, first, schedule)
         yield partial(activate_pairs, packed, first, "silu", schedule)
-    for schedule in pair_candidates(WIDTH):
+    for schedule in pair_candidates(WIDTH) if EVERY else pair_candidates(WIDTH)[:1]:
         yield partial(pair_bwd, packed, activated, weights, first, pairs, "silu", schedule)
 
 
 def routing_calls():
     """The kernels that know no dtype of operands."""
     numbers = torch.zeros(64, dtype=torch.int32)
-    for experts in (8, 128, 512):
+    for experts in (8, 128, 512) if EVERY else (128, 512):
         ids = torch.zeros(ROWS, TOP_K, dtype=torch.int32)
         for rows in (16, ROWS):
             yield partial(expert_pairs_op, ids[:rows], numbers, numbers, experts)
@@ -95,7 +117,7 @@ def routing_calls():
         )
         logits, weights = torch.zeros(ROWS, experts), torch.zeros(ROWS, TOP_K)
         entries = candidates(block_experts(experts))
-        for schedule in entries if experts == 128 else entries[-1:]:
+        for schedule in entries if EVERY else entries[-1:]:
             for normalize in (True, False) if schedule == entries[-1] else (True,):
                 yield partial(choose_fwd, logits, TOP_K, normalize, schedule)
                 p = None if normalize else logits
