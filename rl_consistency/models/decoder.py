@@ -112,9 +112,12 @@ class CanonicalDecoderLayer(CanonicalModule):
 
     def is_plain(self) -> bool:
         """Whether nothing sees the layer's input and output, so that `terms` may stand for a call
-        of it: no hook, wrapper or gradient checkpointing."""
+        of it: no hook, wrapper or gradient checkpointing, which without gradients has nothing to
+        spare and would read random states that a CUDA graph must not."""
         checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
-        return not checkpointed and is_unobserved(self, GradientCheckpointingLayer.__call__)
+        if checkpointed and torch.is_grad_enabled():
+            return False
+        return is_unobserved(self, GradientCheckpointingLayer.__call__)
 
 
 class CanonicalBaseModel(CanonicalModule):

@@ -29,6 +29,10 @@ from rl_consistency.models.sharding import is_sharded, of_a_library
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _NUM_HOOKS = len(HOOKS)
+_ASKS_FOR_GRADIENTS = (
+    f"{PreTrainedModel.enable_input_require_grads.__module__}."
+    f"{PreTrainedModel.enable_input_require_grads.__qualname__}.<locals>.make_inputs_require_grads"
+)
 
 ACTIVATIONS = (".mlp.act_fn", ".mlp.experts.act_fn")
 UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
@@ -197,7 +201,7 @@ def _origin(call: Any) -> str:
     code = getattr(call, "__code__", None)
     if code is None:
         return f"a {type(call).__module__}.{type(call).__qualname__}"
-    return f"{call.__globals__['__name__']}.{code.co_qualname}"
+    return f"{call.__globals__.get('__name__')}.{code.co_qualname}"
 
 
 def _plain(value: Any) -> Any:
@@ -235,7 +239,8 @@ class ForwardState(NamedTuple):
     was changed between them."""
 
     hooked: bool
-    """Whether any module has a hook; what a hook reads in turn cannot be seen."""
+    """Whether any module has a hook; what a hook reads in turn cannot be seen. Hooks that only mark
+    the embedding's output as requiring gradients are not counted (`_asks_for_gradients`)."""
     config: str
     values: tuple[object, ...]
     """Classes, attributes, hooks and identities of all modules, and the functions they call."""
@@ -268,9 +273,10 @@ class ForwardWatch:
             if (own_config := own.get("config")) is not config:  # of a layer that was copied
                 values.append(own_config and repr(vars(own_config)))
             if any(rest[:_NUM_HOOKS]):
-                hooked = True
                 for hooks in rest[:_NUM_HOOKS]:
-                    values += (*hooks, None)
+                    seen = [key for key, hook in hooks.items() if not _asks_for_gradients(hook)]
+                    hooked = hooked or bool(seen)
+                    values += seen and (*seen, None)
             values += rest[_NUM_HOOKS:]
             for parameter in parameters.values():
                 values += (id(parameter), getattr(parameter, "dtype", None))
@@ -284,6 +290,15 @@ class ForwardWatch:
         if config is not None:
             values += families.functions(config)
         return ForwardState(hooked, repr(config and vars(config)), tuple(values))
+
+
+def _asks_for_gradients(hook: Any) -> bool:
+    """Whether a hook is transformers' own that calls `requires_grad_` and changes no value.
+
+    Gradient checkpointing puts it on the embedding, another one each time it is enabled, and leaves
+    it there when it is disabled. TRL does both in every step.
+    """
+    return _origin(hook) == _ASKS_FOR_GRADIENTS
 
 
 def _version(buffer: Tensor | None) -> int:

@@ -180,6 +180,21 @@ def test_new_weights_in_place_need_no_new_graph(small_model):
         assert after == decoded(fresh, prompts(fresh, 5)) != before
 
 
+def test_a_policy_that_trains_with_checkpointing_decodes_by_the_same_graphs(small_model):
+    """It is in training mode, and has another hook on its embedding after every step."""
+    with patch(model := small_model()):
+        runner = runner_of(model, most=8)
+        before = decoded(runner, prompts(runner, 5))
+        model.train()
+        found = []
+        for _ in range(3):
+            model.gradient_checkpointing_enable()
+            runner.begin()
+            assert decoded(runner, prompts(runner, 5)) == before
+            found.append([*runner._graphs._captured.values()])
+        assert not runner.hooked and found[0] == found[1] == found[2] != []
+
+
 def test_weights_that_moved_are_captured_anew(small_model):
     with patch(model := small_model()):
         runner = runner_of(model, most=8)

@@ -27,6 +27,12 @@ def test_replayed_layers_pass_the_check(made):
     assert result.passed and len(made) == 1 and made[0].replays == 2
 
 
+def test_they_are_replayed_too_after_the_check_of_gradient_checkpointing(made):
+    """Which leaves a hook on the embedding."""
+    first, second = run_controls(["C3 chain, recomputed", CHECK])
+    assert first.passed and second.passed and made[0].replays == 2
+
+
 def test_accumulators_that_are_not_zeroed_fail_it(made):
     with captured_accumulators_not_zeroed.perturb():
         (result,) = run_controls([CHECK])

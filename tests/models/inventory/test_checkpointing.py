@@ -1,0 +1,90 @@
+"""Gradient checkpointing between rollouts and steps: the hook that it leaves on the embedding marks
+the output as requiring gradients, changes no value, and is no reason to run without graphs."""
+
+import pytest
+import torch
+
+from rl_consistency.models import inventory
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.verify.presets import build_preset
+
+
+def checkpointed_once(model):
+    """Gradient checkpointing on and off again, as TRL does around every rollout."""
+    new = hasattr(model, "activation_checkpointing_enable")  # the name in newer transformers
+    way = "activation_checkpointing" if new else "gradient_checkpointing"
+    getattr(model, f"{way}_enable")()
+    getattr(model, f"{way}_disable")()
+    return len(model.model.embed_tokens._forward_hooks)
+
+
+@pytest.fixture
+def patched():
+    with patch(model := build_preset("tiny-qwen3")) as session:
+        yield session
+    del model  # the session alone does not keep it
+
+
+def test_it_is_no_hook_and_no_change_however_often_it_is_put_there(patched):
+    assert checkpointed_once(patched.model) == 1
+    before = patched.check()
+    assert checkpointed_once(patched.model) == 2 and checkpointed_once(patched.model) == 3
+    assert patched.check() == before and not before.hooked
+
+
+def test_a_hook_beside_it_is_seen(patched):
+    checkpointed_once(patched.model)
+    before = patched.check()
+    handle = patched.model.model.embed_tokens.register_forward_hook(lambda *_: None)
+    assert patched.check().hooked
+    handle.remove()
+    assert patched.check() == before
+
+
+def test_a_function_of_its_name_from_elsewhere_is_a_hook(patched):
+    def make_inputs_require_grads(module, input, output):
+        return 0.5 * output
+
+    patched.model.model.embed_tokens.register_forward_hook(make_inputs_require_grads)
+    assert patched.check().hooked
+
+
+def test_it_counts_as_a_hook_where_nobody_knows_it(monkeypatch, patched):
+    """Negative control."""
+    monkeypatch.setattr(inventory, "_asks_for_gradients", lambda hook: False)
+    checkpointed_once(patched.model)
+    before = patched.check()
+    checkpointed_once(patched.model)
+    found = patched.check()
+    assert found.hooked and found != before
+
+
+def test_with_it_prompts_are_shared_and_no_bit_moves(patched):
+    prompt = [5, 7, 11] * 14
+    samples = [[*prompt, 3, 4], [*prompt, 9]]
+
+    def scored(shared):
+        with torch.no_grad():
+            return token_logprobs(
+                patched.model, samples, prompt_lengths=[42, 42], share_prompts=shared
+            ).logprobs
+
+    right = scored(False)
+    checkpointed_once(patched.model)
+    assert torch.equal(scored(True), right) and torch.equal(scored(False), right)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradients):
+    """In training mode, in which TRL's trainer generates."""
+    model, runs = patched.model.train(), []
+    with torch.set_grad_enabled(gradients):
+        right = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
+    model.gradient_checkpointing_enable()
+    for layer in model.model.layers:
+        run = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = lambda *args, run=run: runs.append(args) or run(*args)
+    with torch.set_grad_enabled(gradients):
+        found = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
+    assert torch.equal(found, right) and len(runs) == gradients * len(model.model.layers)
