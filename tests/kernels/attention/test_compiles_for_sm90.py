@@ -19,8 +19,8 @@ GLUON = {
 }
 KERNELS = GLUON | {"paged_inputs_kernel", "attention_statistics_kernel"}
 MOST_SPILLED = {"80": 64, "128": 64, "256": 128}
-"""Bytes, by head size. Addresses of the copying warps spill a few; sums of a tile would be hundreds,
-those of a wide head 500: the compiler likes to put off adding to them."""
+"""Bytes, by head size. Addresses of the copying warps spill a few; sums of a tile would be
+hundreds, those of a wide head 500: the compiler likes to put off adding to them."""
 SPILLED = {"attention_wide_dq_kernel": 208}
 """The same of kernels that spill more."""
 
