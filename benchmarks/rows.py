@@ -63,6 +63,11 @@ class Row:
         return " ".join((f"{self.suite}: {self.work} {self.dtype}", *sizes))
 
 
+def lacks_memory(why: str) -> bool:
+    """Whether a reason in `unavailable` is that the device has too little memory."""
+    return "OutOfMemoryError" in why
+
+
 def geometric_mean(values: Iterable[float]) -> float | None:
     """The geometric mean of positive values; None of none, NaN if another is among them."""
     found = list(values)

@@ -72,6 +72,20 @@ def test_steps_that_stock_cannot_hold_are_left_out_and_other_reasons_are_not():
     assert bar("training_step_named_stock", [large])["figure"] is None
 
 
+def test_steps_that_liger_cannot_hold_are_left_out_too():
+    size = {"shape": {"model": "-", "sequences": 1, "length": 32768}}
+    peaks = {"ours": 90, "liger, fp32 gradients": 100}
+    fits = row("training_step_named", 1.2, peers={"liger": 11.0}, peak_bytes=peaks, **size)
+    full = {"sdpa": "OutOfMemoryError: x", "liger": "OutOfMemoryError: y"}
+    large = row("training_step_named", None, ours_us=10.0, unavailable=full, **size)
+    other = {"liger": "RuntimeError: y"}
+    other = row("training_step_named", None, ours_us=10.0, unavailable=other, **size)
+    for name, figure in (("training_step_named_liger", 1.1), ("training_step_memory", 0.9)):
+        assert bar(name, [fits, large])["figure"] == pytest.approx(figure)
+        assert bar(name, [fits, other])["figure"] is None
+        assert bar(name, [large])["figure"] is None
+
+
 def test_idle_time_and_memory_of_training_steps():
     def step(sequences, length, idle, ours):
         return row(

@@ -1,6 +1,7 @@
 """Timing on a fake clock: interleaved rounds, medians, settings, ways that do not run."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_an_error_of_ours_passes_and_so_does_a_shape_no_stock_way_runs():
         Timed().measure(Race(ours=Contestant.of(refusing), stock={"cublas": theirs}))
     with pytest.raises(RuntimeError, match="no stock way runs this shape"):
         Timed().measure(Race(ours=ours, stock={"cublas": Contestant.of(refusing)}))
+
+
+def test_ours_is_timed_alone_where_all_others_lack_memory():
+    def too_large():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    full, refused = Contestant.of(too_large), Contestant.of(refusing)
+    race = Race(ours=lasting(1.0, "ours"), stock={"sdpa": full}, peers={"liger": full})
+    fields = Timed().measure(race)
+    assert fields["ours_us"] and fields["ratio"] is None and not fields["peers"]
+    assert fields["unavailable"].keys() == {"sdpa", "liger"}
+    with pytest.raises(RuntimeError, match="no stock way runs this shape"):
+        Timed().measure(replace(race, peers={"liger": refused}))
 
 
 def test_a_peer_counts_where_stock_does_not_run():
