@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -16,6 +17,14 @@ import pytest
 import torch
 
 from rl_consistency.numerics import settings
+
+# A shell has its background jobs ignore these, and `nohup` too; tests of signals send them.
+for _number, _action in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _action)
 
 HAS_GPU = torch.cuda.is_available()
 
