@@ -10,6 +10,7 @@ from rl_consistency.integrations import label_answer, rollout_drift
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.token_logprobs import label_logprobs
+from rl_consistency.rollout.device.model_runner import ModelRunner
 from tests.integrations.trainers import grpo, logged, sft
 
 VARIANTS = {
@@ -36,6 +37,21 @@ def test_no_token_differs_on_a_first_update(options, directory, tmp_path, attach
     assert not logged(trainer, "off_policy/tokens")
     moved = zip(before, trainer.model.parameters(), strict=True)
     assert any(not torch.equal(was, now) for was, now in moved)
+
+
+def test_checkpointing_does_not_keep_rollouts_from_graphs(directory, tmp_path, attach, monkeypatch):
+    """TRL trains with it by default, and enables it anew after every rollout."""
+    states, begin = [], ModelRunner.begin
+
+    def noted(runner, *arguments):
+        begin(runner, *arguments)
+        states.append(runner._captured_from[1][1])
+
+    monkeypatch.setattr(ModelRunner, "begin", noted)
+    trainer = grpo(directory, tmp_path, max_steps=3, gradient_checkpointing=True)
+    attach(trainer)
+    trainer.train()
+    assert len(states) == 3 and states[0] == states[1] == states[2] and not states[0].hooked
 
 
 @pytest.mark.parametrize(
