@@ -1,146 +1,18 @@
-"""The bars that the benches are held against, and their figures."""
+"""The bars that the benches are held against."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from benchmarks import figures
+from benchmarks.figures import Figure
 from benchmarks.peers import LIGER_FP32
-from benchmarks.rows import Row, geometric_mean, lacks_memory
+from benchmarks.rows import Row
 from benchmarks.shapes import BANDS, NAMED, NAMED_SPARSE
-
-Figure = Callable[[Sequence[Row]], float | None]
-"""The figure of a bar from the rows of its suites; None where they do not give one."""
-
-
-def _of_all(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
-    """The lowest or highest value of the rows without an error, or what else `pick` makes of all;
-    None unless each of them has it, NaN if one is."""
-
-    def figure(rows: Sequence[Row]) -> float | None:
-        values = [value(row) for row in rows if row.error is None]
-        found = [each for each in values if each is not None]
-        if not found or len(found) < len(values):
-            return None
-        return math.nan if any(map(math.isnan, found)) else pick(found)
-
-    return figure
-
-
-def _bandwidth(rows: Sequence[Row]) -> float | None:
-    """The lowest share of the copy bandwidth of wide rows; narrow ones are left out."""
-    return _lowest_share([row for row in rows if int(row.shape["width"]) >= 4096])
-
-
-def _further(name: str) -> Callable[[Row], float | None]:
-    """One of a row's further figures."""
-    return lambda row: float(row.figures[name]) if name in row.figures else None
-
-
-def _highest(name: str) -> Figure:
-    """The highest of one of the rows' further figures."""
-    return _of_all(max, _further(name))
-
-
-def _of_strategies(zero: bool, name: str) -> Figure:
-    """The highest of a further figure, of DeepSpeed's strategies or of the others."""
-    highest = _highest(name)
-    return lambda rows: highest(
-        [r for r in rows if str(r.shape["strategy"]).startswith("zero") == zero]
-    )
-
-
-def _scaling(rows: Sequence[Row]) -> float | None:
-    """The lowest of completions of 1,024 tokens; the host's share of shorter steps is larger."""
-    long = [row for row in rows if int(row.shape["new_tokens"]) >= 1024]
-    return _of_all(min, _further("scaling"))(long)
-
-
-def _peak_against(peer: str) -> Figure:
-    """The highest peak of ours / the peer's."""
-    return _of_all(
-        max, lambda r: r.peak_bytes["ours"] / p if (p := r.peak_bytes.get(peer)) else None
-    )
-
-
-def _peer_ratio(peer: str) -> Callable[[Row], float | None]:
-    """The peer's time / ours; None where the row has not both."""
-    return lambda row: row.peers[peer] / row.ours_us if row.ours_us and peer in row.peers else None
-
-
-def _against_vllm(peer: str, work: str, new_tokens: int | None = None) -> Figure:
-    """The lowest ratio to vLLM of some works; None where one of them lacks it."""
-    lowest = _of_all(min, _peer_ratio(peer))
-
-    def figure(rows: Sequence[Row]) -> float | None:
-        found = [row for row in rows if row.work == work]
-        if new_tokens is not None:
-            size = {"sequences": 256, "new_tokens": new_tokens}
-            found = [row for row in found if size.items() <= row.shape.items()]
-        return lowest(found)
-
-    return figure
-
-
-def _stock_drifts(rows: Sequence[Row]) -> float | None:
-    """Mismatched tokens of strict; infinite where stock has none, because then nothing is shown."""
-    strict, stock = (_highest(f"{m}/mismatched_tokens")(rows) for m in ("strict", "stock"))
-    return strict if stock is None or stock > 0 else math.inf
-
-
-def _in_band(low: int, high: int, figure: Figure) -> Figure:
-    """A figure of the rows with so many rows of a matmul."""
-    return lambda rows: figure([row for row in rows if low <= int(row.shape["m"]) <= high])
-
-
-def _long(figure: Figure) -> Figure:
-    """A figure of the rows whose sequences have 1,024 tokens or more."""
-    return lambda rows: figure([row for row in rows if int(row.shape["length"]) >= 1024])
-
-
-def _many(figure: Figure) -> Figure:
-    """A figure of the rows of 32 sequences or more."""
-    return lambda rows: figure([row for row in rows if int(row.shape["sequences"]) >= 32])
-
-
-def _of_16k(figure: Figure) -> Figure:
-    """A figure of the rows whose steps have 16,384 tokens."""
-    return lambda rows: figure(
-        [row for row in rows if int(row.shape["sequences"]) * int(row.shape["length"]) == 16384]
-    )
-
-
-def _where_stock_fits(rows: Sequence[Row]) -> float | None:
-    """The lowest of the rows in which stock does not run out of memory; these name it."""
-
-    def too_large(row: Row) -> bool:
-        return row.ratio is None and any(map(lacks_memory, row.unavailable.values()))
-
-    return _lowest([row for row in rows if not too_large(row)])
-
-
-def _where_liger_fits(figure: Figure) -> Figure:
-    """A figure of the rows in which Liger does not run out of memory."""
-    return lambda rows: figure(
-        [row for row in rows if not lacks_memory(row.unavailable.get("liger", ""))]
-    )
-
-
-def _against_liger_if_covered(rows: Sequence[Row]) -> float | None:
-    """The lowest of the rows whose family Liger has."""
-    return _against_liger([r for r in rows if "liger" in r.peers or "liger" in r.unavailable])
-
-
-_geomean = _of_all(geometric_mean, lambda r: r.ratio)
-_lowest = _of_all(min, lambda r: r.ratio)
-_lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
-_largest_error = _of_all(max, lambda r: r.error_ratio)
-_against_liger = _of_all(min, _peer_ratio("liger"))
 
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -153,7 +25,7 @@ class Bar:
     sign: str
     bar: float
     suites: tuple[str, ...]
-    figure: Figure = _lowest
+    figure: Figure = figures.lowest
     covered: Callable[[Sequence[Row]], bool] = bool
     """Whether the rows are all that the bar asks for."""
 
@@ -201,16 +73,17 @@ _SPARSE_STEP, _SPARSE_DECODE = ("training_step_sparse",), ("rollout_roofline_spa
 _RANDOM: Mapping[str, Bar] = {
     f"{suite}_{low}_{name}": Bar(
         f"random products of {low} to {high} rows{after} against cuBLAS, {text}", ">=", target,
-        (suite,), _in_band(low, high, figure), _two_seeds_in_band(low, high))
+        (suite,), figures.in_band(low, high, figure), _two_seeds_in_band(low, high))
     for suite, after, mean, lowest in (
         ("matmul_random", "", 1.0, 0.85), ("matmul_tuned_random", " after tune", 1.03, 0.93))
     for low, high in BANDS
     for name, text, target, figure in (
-        ("geomean", "geometric mean", mean, _geomean), ("lowest", "lowest", lowest, _lowest))
+        ("geomean", "geometric mean", mean, figures.geomean),
+        ("lowest", "lowest", lowest, figures.lowest))
 } | {
     "gradient_fold_random": Bar(
         "random dW folds against cuBLAS + add, geometric mean", ">=", 0.95,
-        ("gradient_fold_random",), _geomean, _two_seeds),
+        ("gradient_fold_random",), figures.geomean, _two_seeds),
     "attention_forward_random": Bar(
         "random attention forward against the best SDPA, lowest", ">=", 0.85,
         ("attention_forward_random",), covered=_two_seeds),
@@ -228,7 +101,7 @@ _RANDOM: Mapping[str, Bar] = {
         ("token_logprobs_random",), covered=_two_seeds),
     "accuracy_random": Bar(
         "random sizes: error against fp64 / stock's, highest of all ops", "<=", 1.05,
-        ("accuracy_random",), _largest_error, _two_seeds),
+        ("accuracy_random",), figures.largest_error, _two_seeds),
     "rollout_decode_random": Bar(
         "random models: decoding against the same engine with stock ops", ">=", 0.97,
         ("rollout_decode_random",), covered=_two_seeds),
@@ -240,16 +113,17 @@ _RANDOM: Mapping[str, Bar] = {
         ("random", "random", ("training_step_random",), _two_seeds),
         ("named", "all named", (*_STEP, "training_step_named"), _steps_of_all))
     for name, against, target, figure in (
-        ("stock", "Hugging Face with SDPA", 1.15, _where_stock_fits),
-        ("liger", "Liger", 1.0, _where_liger_fits(_against_liger)))
+        ("stock", "Hugging Face with SDPA", 1.15, figures.where_stock_fits),
+        ("liger", "Liger", 1.0, figures.where_liger_fits(figures.against_liger)))
 } | {
     "training_step_memory": Bar(
         "its peak memory / Liger's with gradients in fp32, highest", "<=", 1.05,
-        (*_STEP, "training_step_named"), _where_liger_fits(_peak_against(LIGER_FP32)),
+        (*_STEP, "training_step_named"), figures.where_liger_fits(figures.peak_against(LIGER_FP32)),
         _steps_of_all),
     "training_step_idle": Bar(
         "GPU idle in a training step of 16k tokens, highest share", "<=", 0.05,
-        (*_STEP, "training_step_named"), _of_16k(_highest("idle_share")), _steps_of_16k),
+        (*_STEP, "training_step_named"), figures.of_16k(figures.highest("idle_share")),
+        _steps_of_16k),
 }
 
 _SPARSE: Mapping[str, Bar] = {
@@ -258,41 +132,45 @@ _SPARSE: Mapping[str, Bar] = {
     for kind, text in (("", ""), ("_random", "random "))
     for name, suite, what, target, figure in (
         ("experts_forward_geomean", "experts_forward",
-         "experts from 2,048 tokens against grouped_mm, geometric mean", 1.0, _geomean),
+         "experts from 2,048 tokens against grouped_mm, geometric mean", 1.0, figures.geomean),
         ("experts_forward_lowest", "experts_forward",
-         "experts from 2,048 tokens against grouped_mm, lowest", 0.9, _lowest),
+         "experts from 2,048 tokens against grouped_mm, lowest", 0.9, figures.lowest),
         ("experts_few", "experts_few",
          "experts of 1 to 256 tokens against the better of grouped_mm and batched_mm, lowest",
-         1.0, _lowest),
+         1.0, figures.lowest),
         ("experts_few_bandwidth", "experts_few",
-         "experts of 1 to 256 tokens: share of a copy's bandwidth, lowest", 0.65, _lowest_share),
+         "experts of 1 to 256 tokens: share of a copy's bandwidth, lowest", 0.65,
+         figures.lowest_share),
         ("experts_gradient", "experts_gradient",
          "dW of experts against grouped_mm + fp32 add, sequences of 1k and 4k, geometric mean",
-         0.95, _long(_geomean)),
+         0.95, figures.long(figures.geomean)),
         ("moe_block", "moe_block",
          "MoE block forward and backward against Transformers with grouped_mm, lowest", 1.15,
-         _lowest))
+         figures.lowest))
 } | {
     "training_step_sparse_stock": Bar(
         "training step of mixtures of experts against Hugging Face with SDPA and grouped_mm, "
         "lowest", ">=", 1.15, _SPARSE_STEP, covered=_sparse_steps),
     "training_step_sparse_liger": Bar(
         "the same against Liger where it has the family, lowest", ">=", 1.0, _SPARSE_STEP,
-        _against_liger_if_covered, _sparse_steps),
+        figures.against_liger_if_covered, _sparse_steps),
     "rollout_roofline_sparse": Bar(
         "decode step of mixtures of experts: share of a copy's bandwidth over the experts hit, "
-        "1 to 256 sequences, lowest", ">=", 0.65, _SPARSE_DECODE, _lowest_share, _sparse_decoding),
+        "1 to 256 sequences, lowest", ">=", 0.65, _SPARSE_DECODE, figures.lowest_share,
+        _sparse_decoding),
     "rollout_idle_sparse": Bar(
         "GPU idle in these steps from 32 sequences, share of the time", "<=", 0.05,
-        _SPARSE_DECODE, _many(_highest("idle_share")), _sparse_decoding),
+        _SPARSE_DECODE, figures.many(figures.highest("idle_share")), _sparse_decoding),
 }
 
 BARS: Mapping[str, Bar] = {
     "matmul_geomean": Bar(
-        "matmul forward and dX against cuBLAS, geometric mean", ">=", 1.0, _MATMUL, _geomean),
+        "matmul forward and dX against cuBLAS, geometric mean", ">=", 1.0, _MATMUL,
+        figures.geomean),
     "matmul_lowest": Bar("matmul forward and dX against cuBLAS, lowest", ">=", 0.93, _MATMUL),
     "gradient_fold_geomean": Bar(
-        "dW fold against cuBLAS + add, geometric mean", ">=", 0.95, ("gradient_fold",), _geomean),
+        "dW fold against cuBLAS + add, geometric mean", ">=", 0.95, ("gradient_fold",),
+        figures.geomean),
     "attention_forward": Bar(
         "attention forward against the best SDPA, lowest", ">=", 0.85, ("attention_forward",)),
     "attention_backward": Bar(
@@ -300,100 +178,104 @@ BARS: Mapping[str, Bar] = {
     "attention_decode": Bar(
         "paged decode against SDPA on contiguous KV, lowest", ">=", 1.0, ("attention_decode",)),
     "elementwise_bandwidth": Bar(
-        "memory-bound ops: share of a copy's bandwidth", ">=", 0.85, _ROWS, _bandwidth),
+        "memory-bound ops: share of a copy's bandwidth", ">=", 0.85, _ROWS, figures.bandwidth),
     "elementwise_eager": Bar("memory-bound ops against eager torch, lowest", ">", 1.0, _ROWS),
     "token_logprobs_stock": Bar(
         "token_logprobs against log_softmax of full logits, lowest", ">", 1.0, _LOGPROBS),
     "token_logprobs_liger": Bar(
-        "token_logprobs against Liger, lowest", ">", 1.0, _LOGPROBS, _against_liger),
+        "token_logprobs against Liger, lowest", ">", 1.0, _LOGPROBS, figures.against_liger),
     "token_logprobs_memory": Bar(
-        "its peak memory / Liger's", "<=", 1.0, _LOGPROBS, _peak_against("liger")),
+        "its peak memory / Liger's", "<=", 1.0, _LOGPROBS, figures.peak_against("liger")),
     "token_logprobs_memory_fp32": Bar(
-        "its peak memory / Liger's in fp32", "<=", 1.0, _LOGPROBS, _peak_against("liger fp32")),
+        "its peak memory / Liger's in fp32", "<=", 1.0, _LOGPROBS,
+        figures.peak_against("liger fp32")),
     "training_step_stock": Bar(
         "training step against Hugging Face with SDPA, lowest", ">=", 1.15, _STEP),
     "training_step_liger": Bar(
-        "training step against Liger, lowest", ">=", 1.0, _STEP, _against_liger),
+        "training step against Liger, lowest", ">=", 1.0, _STEP, figures.against_liger),
     "accuracy": Bar(
         "error against fp64 / stock's, highest of all ops", "<=", 1.05, ("accuracy",),
-        _largest_error),
+        figures.largest_error),
     "rollout_decode": Bar(
         "decoding 256 sequences against the same engine with stock ops", ">=", 0.97, _DECODE),
     "rollout_hugging_face": Bar(
         "generation against Hugging Face, lowest", ">=", 10.0, ("rollout_hugging_face",)),
     "rollout_roofline": Bar(
         "8B decode step: share of a copy's bandwidth", ">=", 0.65, ("rollout_roofline",),
-        _lowest_share),
+        figures.lowest_share),
     "rollout_roofline_named": Bar(
         "the same of other models, 64 and 256 sequences, lowest", ">=", 0.65,
-        ("rollout_roofline_named",), _lowest_share, _decoding),
+        ("rollout_roofline_named",), figures.lowest_share, _decoding),
     "rollout_roofline_one": Bar(
         "8B decode step of one sequence: share of a copy's bandwidth", ">=", 0.75,
-        ("rollout_roofline_one",), _lowest_share),
+        ("rollout_roofline_one",), figures.lowest_share),
     "rollout_idle": Bar(
         "GPU idle in decoding, share of the time", "<", 0.05, ("rollout_idle",),
-        _highest("idle_share")),
+        figures.highest("idle_share")),
     "rollout_shared_keys": Bar(
         "groups of 8, 2k prompts read once against by each", ">=", 1.5, ("rollout_shared_keys",)),
     "rollout_speculation": Bar(
         "n-gram speculation on a copied text against plain", ">=", 1.5, ("rollout_speculation",)),
     "rollout_long_context": Bar(
         "a token at 32k / at 1k of context", "<=", 1.6, ("rollout_long_context",),
-        _highest("times_short")),
+        figures.highest("times_short")),
     "rollout_grpo_step": Bar("GRPO step against stock ops", ">=", 0.97, _GRPO),
     "rollout_grpo_drift": Bar(
-        "mismatched tokens of those steps", "<=", 0.0, _GRPO, _stock_drifts),
+        "mismatched tokens of those steps", "<=", 0.0, _GRPO, figures.stock_drifts),
     "rollout_cold_start": Bar(
         "seconds to a new process's first token, empty caches", "<=", 15.0, _START,
-        _highest("cold/first_token_seconds")),
+        figures.highest("cold/first_token_seconds")),
     "rollout_warm_start": Bar(
-        "the same, kernels on disk", "<=", 3.0, _START, _highest("warm/first_token_seconds")),
+        "the same, kernels on disk", "<=", 3.0, _START,
+        figures.highest("warm/first_token_seconds")),
     "rollout_tune": Bar(
         "seconds of `tune` for an 8B policy", "<=", 90.0, ("rollout_tune",),
-        _highest("tune_seconds")),
+        figures.highest("tune_seconds")),
     "rollout_vllm": Bar(
         "generation against vLLM's defaults, lowest", ">=", 1.05, _VLLM,
-        _against_vllm("vllm", "generate")),
+        figures.against_vllm("vllm", "generate")),
     "rollout_vllm_invariant": Bar(
         "generation against vLLM's batch-invariant mode, lowest", ">=", 1.2, _VLLM,
-        _against_vllm("vllm batch-invariant", "generate")),
+        figures.against_vllm("vllm batch-invariant", "generate")),
     "rollout_vllm_prefill": Bar(
         "prefill alone against vLLM's defaults, lowest", ">=", 0.95, _VLLM,
-        _against_vllm("vllm", "prefill")),
+        figures.against_vllm("vllm", "prefill")),
     "rollout_vllm_joining": Bar(
         "prompts that join decoding ones against vLLM's defaults, lowest", ">=", 1.05, _VLLM,
-        _against_vllm("vllm", "generate, joining")),
+        figures.against_vllm("vllm", "generate, joining")),
     "rollout_vllm_sparse": Bar(
         "Qwen3-30B-A3B, 256 x (512 + 128), against vLLM's defaults", ">=", 0.95,
-        ("rollout_vllm_qwen3-30b-a3b",), _against_vllm("vllm", "generate", 128)),
+        ("rollout_vllm_qwen3-30b-a3b",), figures.against_vllm("vllm", "generate", 128)),
     "distributed_sum": Bar(
         "NCCL's fp32 reduce-scatter against all-to-all and sum, lowest", ">=", 0.8, _SUM),
     "distributed_step": Bar(
         "optimizer step on several GPUs / with NCCL's sum, highest", "<=", 1.05, _RANKS,
-        _of_strategies(False, "times_stock")),
+        figures.of_strategies(False, "times_stock")),
     "distributed_step_zero": Bar(
-        "the same under DeepSpeed", "<=", 1.1, _RANKS, _of_strategies(True, "times_stock")),
+        "the same under DeepSpeed", "<=", 1.1, _RANKS, figures.of_strategies(True, "times_stock")),
     "distributed_memory": Bar(
         "peak memory of that step, less the carry / with NCCL's sum, highest", "<=", 1.05, _RANKS,
-        _highest("memory_times_stock")),
+        figures.highest("memory_times_stock")),
     "distributed_grpo": Bar(
         "GRPO tokens a second on several GPUs / on one, long completions, lowest", ">=", 1.8,
-        _SCALING, _scaling),
+        _SCALING, figures.scaling),
     "trl_step": Bar("TRL's GRPO step as it comes / attached", ">=", 3.0, _TRL),
     "trl_training": Bar(
         "its training part as it comes / attached", ">=", 1.0, _TRL,
-        _of_all(min, _further("training_ratio"))),
+        figures.of_all(min, figures.further("training_ratio"))),
     "trl_memory": Bar(
         "peak of that part / TRL's with fp32 gradients", "<=", 1.05, _TRL,
-        _highest("memory_times_trl_defaults")),
-    "trl_drift": Bar("mismatched tokens of those steps", "<=", 0.0, _TRL, _stock_drifts),
+        figures.highest("memory_times_trl_defaults")),
+    "trl_drift": Bar("mismatched tokens of those steps", "<=", 0.0, _TRL, figures.stock_drifts),
     "trl_recipe": Bar(
-        "an attached step / one of our own recipe", "<=", 1.1, _TRL, _highest("times_own_recipe")),
+        "an attached step / one of our own recipe", "<=", 1.1, _TRL,
+        figures.highest("times_own_recipe")),
     "trl_monitor": Bar(
-        "share of the drift monitor in that step", "<=", 0.01, _TRL, _highest("monitor_share")),
+        "share of the drift monitor in that step", "<=", 0.01, _TRL,
+        figures.highest("monitor_share")),
     "trl_gradient_check": Bar(
         "share of a gradient check every 10 steps", "<=", 0.05, _TRL,
-        _highest("gradient_check_share")),
+        figures.highest("gradient_check_share")),
     **_SPARSE,
     **_RANDOM,
 }

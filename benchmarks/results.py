@@ -33,15 +33,18 @@ class Results:
         """Every bar's figure and whether it is met: name -> {what, figure, sign, bar, complete,
         reached, met}: reached by what was measured, met if that is complete.
 
-        A bar over a suite that is absent, cut short or measured in part, or has a row with an
-        error, is not met.
+        A bar over a suite that is cut short or measured in part, or has a row with an error, is not
+        met. Nor is one over an absent suite, unless the bar says itself which cases it asks for and
+        the others have them.
         """
         found, suites = {}, self.meta.get("suites", {})
         for name, bar in BARS.items():
             rows = self.of(*bar.suites)
             figure = bar.figure(rows)
-            whole = all(suite in suites and _is_complete(suites[suite]) for suite in bar.suites)
-            whole = whole and bar.covered(rows) and all(row.error is None for row in rows)
+            there = [suites[suite] for suite in bar.suites if suite in suites]
+            whole = all(map(_is_complete, there)) and bar.covered(rows)
+            whole = whole and (bar.covered is not bool or len(there) == len(bar.suites))
+            whole = whole and all(row.error is None for row in rows)
             reached = COMPARISONS[bar.sign]
             hit = figure is not None and math.isfinite(figure) and reached(figure, bar.bar)
             found[name] = {"what": bar.what, "figure": figure, "sign": bar.sign, "bar": bar.bar}

@@ -203,6 +203,8 @@ def test_an_incomplete_suite_meets_no_bar():
     assert (found["figure"], found["complete"], found["met"]) == (2.0, False, False)
     one_half = bar("matmul_lowest", [row(ratio=2.0)], matmul_dx=False)
     assert one_half["met"] is False
+    absent = Results((row(ratio=2.0),), {"suites": {"matmul_forward": {"complete": True}}})
+    assert absent.bars["matmul_lowest"]["met"] is False
 
 
 def test_a_bar_over_models_is_met_when_each_was_measured_at_each_size():
@@ -213,6 +215,8 @@ def test_a_bar_over_models_is_met_when_each_was_measured_at_each_size():
             shape = {"model": cut, "sequences": 1, "length": length}
             rows.append(row("training_step_named", 1.2, peers={"liger": 12.0}, shape=shape))
     assert bar(name, rows)["met"]
+    alone = Results(tuple(rows), {"suites": {"training_step_named": {"complete": True}}})
+    assert alone.bars[name]["met"]  # no other suite is needed for what this one has
     for missing in range(len(rows)):
         found = bar(name, rows[:missing] + rows[missing + 1 :])
         assert (found["reached"], found["complete"], found["met"]) == (True, False, False)

@@ -281,6 +281,11 @@ def consume(
                 window, factor, m, lanes, acc, DIM, False, WINDOWED, WHICH, S,
             )  # fmt: skip
         for i in range(whole, count):
+            # The producer waits for the only buffer. Scores alone read it, and all are here.
+            if tiles_held == 1:  # noqa: SIM102, one is for the compiler and one for the device
+                if i + 1 == count:
+                    thread_barrier()
+                    mbarrier.arrive(q_empty.index(buffer), count=1)
             scores, m, lanes, acc = _consume_block(
                 done + i, low + i * keys, scores, q, ring, turns, taken + 1 + i, position,
                 window, factor, m, lanes, acc, DIM, True, WINDOWED, WHICH, S,
@@ -299,8 +304,9 @@ def consume(
             _free(v_empty, done + i)
             _take_turn(turns, taken + 1 + i, WHICH)
             _give_turn(turns, WHICH)
-        thread_barrier()
-        mbarrier.arrive(q_empty.index(buffer), count=1)
+        if tiles_held > 1:
+            thread_barrier()
+            mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
         next_head = gl.load(entry_of(gl.minimum(turn + 1, tiles_here - 1), place) + 2)
         next_start, next_len, next_limit, next_low, next_count = extent(
