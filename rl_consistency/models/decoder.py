@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -62,6 +64,20 @@ NO_FP16_TRAINING = (
 )
 
 
+def refuse_selective_checkpointing() -> None:
+    """ValueError where checkpointing keeps the results of some ops (`context_fn`).
+
+    What is computed again then takes them by their number. But the first pass also computes what
+    later ones find: layouts, comparisons with libraries. So it would take others, unseen.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    if any(type(mode).__module__ == checkpoint.__name__ for mode in modes):
+        raise ValueError(
+            "selective checkpointing (a context_fn that keeps the results of some ops) would give "
+            "wrong gradients here. Leave context_fn out: checkpointing of whole layers is covered."
+        )
+
+
 class CanonicalDecoderLayer(CanonicalModule):
     """A decoder layer; residual additions are one op with the norms that follow them."""
 
@@ -95,6 +111,7 @@ class CanonicalDecoderLayer(CanonicalModule):
         `rows` [n] int64 are those whose output is wanted, as [1, n, H]; None: all. A layer of
         experts, which has to know whose rows it gets, takes None alone.
         """
+        refuse_selective_checkpointing()
         norm = self.input_layernorm
         if addend is None:
             normed = norm(total)

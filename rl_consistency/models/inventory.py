@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -298,7 +298,7 @@ def _asks_for_gradients(hook: Any) -> bool:
     Gradient checkpointing puts it on the embedding, another one each time it is enabled, and leaves
     it there when it is disabled. TRL does both in every step.
     """
-    return _origin(hook) == _ASKS_FOR_GRADIENTS
+    return type(hook) is FunctionType and _origin(hook) == _ASKS_FOR_GRADIENTS
 
 
 def _version(buffer: Tensor | None) -> int:

@@ -1,10 +1,13 @@
-"""Gradient checkpointing between rollouts and steps: the hook that it leaves on the embedding marks
-the output as requiring gradients, changes no value, and is no reason to run without graphs."""
+"""Gradient checkpointing: the hook that it leaves on the embedding changes no value and is no
+reason to run without graphs; without gradients nothing is checkpointed; selective is refused."""
+
+import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from rl_consistency.models import inventory
+from rl_consistency.models import decoder, inventory
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
@@ -50,6 +53,34 @@ def test_a_function_of_its_name_from_elsewhere_is_a_hook(patched):
     assert patched.check().hooked
 
 
+class Scaled(functools.partial):
+    """Looks like the function that it wraps."""
+
+    def __call__(self, module, args, output):
+        return 0.5 * output
+
+
+class Answering:
+    """Has every attribute of another object."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def __getattr__(self, name):
+        return getattr(self.other, name)
+
+    def __call__(self, module, args, output):
+        return 0.5 * output
+
+
+@pytest.mark.parametrize("kind", [Scaled, Answering])
+def test_what_wraps_it_is_a_hook(patched, kind):
+    checkpointed_once(patched.model)
+    hooks = patched.model.model.embed_tokens._forward_hooks
+    patched.model.model.embed_tokens.register_forward_hook(kind(next(iter(hooks.values()))))
+    assert patched.check().hooked
+
+
 def test_it_counts_as_a_hook_where_nobody_knows_it(monkeypatch, patched):
     """Negative control."""
     monkeypatch.setattr(inventory, "_asks_for_gradients", lambda hook: False)
@@ -88,3 +119,38 @@ def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradien
     with torch.set_grad_enabled(gradients):
         found = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
     assert torch.equal(found, right) and len(runs) == gradients * len(model.model.layers)
+
+
+SOME_OPS = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.neg.default])
+
+
+def gradients(model, run=lambda score: score()):
+    """Those of one sequence, which `run` scores."""
+    model.zero_grad()
+    tokens = [[5, 7, 11, 3]]
+    run(lambda: token_logprobs(model, tokens, prompt_lengths=[1]).logprobs).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def selective(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": SOME_OPS})
+
+
+@pytest.mark.parametrize("place", ["layers", "around"])
+def test_selective_checkpointing_is_refused(patched, place):
+    def kept(score):
+        return checkpoint(score, use_reentrant=False, context_fn=SOME_OPS)
+
+    if place == "layers":
+        selective(patched.model.train())
+    with pytest.raises(ValueError, match="Leave context_fn out"):
+        gradients(patched.model, *([kept] if place == "around" else []))
+
+
+def test_selective_checkpointing_would_give_other_gradients(patched, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(decoder, "refuse_selective_checkpointing", lambda: None)
+    right = gradients(patched.model.train())
+    selective(patched.model)
+    found = gradients(patched.model)
+    assert not all(map(torch.equal, right, found))
