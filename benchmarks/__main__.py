@@ -40,6 +40,7 @@ from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
 from benchmarks.tune.winners import own_winners
 from benchmarks.tune.works import OPS
 from rl_consistency.cli.output_file import require_writable
+from rl_consistency.cli.verify import chosen_device
 
 SUITES = {
     "ops": op_suites,
@@ -227,7 +228,7 @@ def _refusals(rows: Mapping[str, Any]) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    return accuracy_doc.measure(torch.device(args.device), args.json, args.command_line)
+    return accuracy_doc.measure(chosen_device(args.device), args.json, args.command_line)
 
 
 def _compare(args: argparse.Namespace) -> int:

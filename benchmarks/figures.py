@@ -82,9 +82,10 @@ def against_vllm(peer: str, work: str, new_tokens: int | None = None) -> Figure:
 
 
 def stock_drifts(rows: Sequence[Row]) -> float | None:
-    """Mismatched tokens of strict; infinite where stock has none, because then nothing is shown."""
+    """Mismatched tokens of strict; infinite where stock has none, because then nothing is shown,
+    and None where stock's were not counted."""
     strict, stock = (highest(f"{m}/mismatched_tokens")(rows) for m in ("strict", "stock"))
-    return strict if stock is None or stock > 0 else math.inf
+    return None if stock is None else strict if stock > 0 else math.inf
 
 
 def in_band(low: int, high: int, figure: Figure) -> Figure:

@@ -18,6 +18,9 @@ Part = Mapping[str, Sequence[Any]]
 
 ALL: Part = {}
 
+_DAMAGED = (LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
+"""What reading a file raises that is no results file."""
+
 
 @dataclass(frozen=True)
 class Results:
@@ -41,8 +44,9 @@ class Results:
         for name, bar in BARS.items():
             rows = self.of(*bar.suites)
             figure = bar.figure(rows)
-            there = [suites[suite] for suite in bar.suites if suite in suites]
-            whole = all(map(_is_complete, there)) and bar.covered(rows)
+            there = [suite for suite in bar.suites if suite in suites]
+            whole = all(_is_complete(suites[suite], self.of(suite)) for suite in there)
+            whole = whole and bool(there) and bar.covered(rows)
             whole = whole and (bar.covered is not bool or len(there) == len(bar.suites))
             whole = whole and all(row.error is None for row in rows)
             reached = COMPARISONS[bar.sign]
@@ -77,12 +81,14 @@ class Results:
         return Results(merged, {**self.meta, **meta, "suites": suites})
 
 
-def _is_complete(record: Mapping[str, Any]) -> bool:
-    return record["complete"] and all(record.get("parts", {}).values())
+def _is_complete(record: Mapping[str, Any], rows: Sequence[Row]) -> bool:
+    """Whether a suite, and each of its parts, was measured to its end, and its rows are there."""
+    found = [record["complete"], *record.get("parts", {}).values()]
+    return all(each is True for each in found) and len(rows) >= record.get("cases", 0)
 
 
 def _is_of(row: Row, only: Part) -> bool:
-    return all(row.shape[name] in values for name, values in only.items())
+    return all(row.shape.get(name) in values for name, values in only.items())
 
 
 def load(path: Path, device: str | None = None) -> Results:
@@ -95,7 +101,7 @@ def load(path: Path, device: str | None = None) -> Results:
         results = Results(tuple(Row(**row) for row in content["rows"]), content["meta"])
         recorded = results.meta["device"]
         _ = results.bars  # which ask for the sizes of every row
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (*_DAMAGED, ValueError) as error:
         raise ValueError(f"{path} is no results file of `python -m benchmarks`: {error}") from error
     if device not in (None, recorded):
         raise ValueError(

@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 
 Shape = Mapping[str, int | str]
 
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "shape": (int, str),
+    "peers": (int, float),
+    "peak_bytes": (int, float),
+    "tokens_per_second": (int, float),
+    "figures": (int, float, str),
+    "unavailable": (str,),
+}
+"""What the values of a row's mappings may be."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -47,14 +57,23 @@ class Row:
     """The first digits of its kernels hash."""
 
     def __post_init__(self) -> None:
-        """TypeError on fields of other types, as a file may have them."""
-        for name in ("shape", "peers", "peak_bytes", "tokens_per_second", "figures", "unavailable"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise TypeError(f"{name} of a row is {getattr(self, name)!r}, and no mapping")
+        """TypeError on fields of other types, as a file may have them, and OverflowError on numbers
+        that no float holds."""
+        for name in ("suite", "work", "dtype"):
+            if type(value := getattr(self, name)) is not str:
+                raise TypeError(f"{name} of a row is {value!r}, and no text")
+        for name, kinds in _KINDS.items():
+            values = getattr(self, name)
+            if not isinstance(values, Mapping):
+                raise TypeError(f"{name} of a row is {values!r}, and no mapping")
+            for value in values.values():
+                if type(value) not in kinds:
+                    raise TypeError(f"{name} of a row holds {value!r}")
         for name in ("ours_us", "stock_us", "ratio", "ceiling_fraction", "error_ratio"):
             value = getattr(self, name)
             if value is not None and type(value) not in (int, float):
                 raise TypeError(f"{name} of a row is {value!r}, and no number")
+            float(value or 0)
 
     @property
     def case(self) -> str:

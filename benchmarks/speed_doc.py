@@ -4,7 +4,7 @@ docs/reference/speed_h100.md, from those of an H100."""
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +116,34 @@ there, as in [speed.md](../speed.md), which has an H200's. What they show: \
 
 
 def write() -> int:
-    """Write the documents, the README's table and the picture; say which figures are old."""
-    results = load(RESULTS)
-    H100_DOC.write_text(h100_document(load(H100_RESULTS)), encoding="utf-8")
-    README.write_text(rewritten(README.read_text("utf-8"), readme_table(results)), "utf-8")
-    DOC.write_text(document(results), encoding="utf-8")
+    """Write the documents, the README's table and the picture; say which figures are old.
+    ValueError, before anything is written, where a results file lacks what they show."""
+    results = _shown(RESULTS, document, readme_table)
+    h100 = _shown(H100_RESULTS, h100_document)
+    readme = rewritten(README.read_text("utf-8"), readme_table(results))
     figure = picture(results)
+    H100_DOC.write_text(h100_document(h100), encoding="utf-8")
+    README.write_text(readme, "utf-8")
+    DOC.write_text(document(results), encoding="utf-8")
     with rc_context(STYLE):
         figure.savefig(PICTURE, dpi=160)
     if old := other_kernels(results):
         print(f"measured with other kernels than these: {', '.join(old)}")
     return 0
+
+
+def _shown(path: Path, *documents: Callable[[Results], str]) -> Results:
+    """The results of a file; ValueError that names it where one of the documents lacks a part."""
+    results = load(path)
+    try:
+        for made in documents:
+            made(results)
+    except LookupError as error:
+        raise ValueError(
+            f"{path} is absent, or its rows and records lack {error}. `python -m benchmarks ops "
+            f"--json {path}` measures anew."
+        ) from error
+    return results
 
 
 def rewritten(readme: str, text: str) -> str:
