@@ -19,7 +19,7 @@ import torch
 from benchmarks import accuracy_doc, speed_doc
 from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.suites import op_suites, random_op_suites
-from benchmarks.results import Results, compare, load
+from benchmarks.results import Results, compare, load, save
 from benchmarks.rollout.contestants import MODES
 from benchmarks.rollout.side_by_side import MODELS, vllm_suites
 from benchmarks.rollout.suites import (
@@ -93,10 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         ("accuracy", _accuracy, "errors against fp64; docs/accuracy.md"),
         ("speed-doc", lambda _: speed_doc.write(), "docs/speed.md and the README's speed table"),
         ("compare", _compare, "the same cases of two results files"),
+        ("merge", _merge, "results that several GPUs measured side by side, into the first file"),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(run=run)
-        if name not in ("speed-doc", "compare"):
+        if name not in ("speed-doc", "compare", "merge"):
             command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
         if name in SUITES:
             command.add_argument("--only", metavar="SUITE,...", help="only these suites")
@@ -126,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["accuracy"].add_argument("--device", default="cpu")
     for name in ("old", "new"):
         commands.choices["compare"].add_argument(name, type=Path)
+    text = "is written; it may be absent"
+    commands.choices["merge"].add_argument("into", type=Path, metavar="FILE", help=text)
+    text = "each was new when it was measured; the last counts where two have the same"
+    commands.choices["merge"].add_argument("others", type=Path, nargs="+", help=text)
     return parser
 
 
@@ -236,6 +241,17 @@ def _compare(args: argparse.Namespace) -> int:
         if not path.exists():
             raise ValueError(f"{path} does not exist; give two results files.")
     print("\n".join(compare(load(args.old), load(args.new))))
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    require_writable("FILE", args.into)
+    results = load(args.into)
+    for path in args.others:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; give results files.")
+        results = results.joined(load(path, results.meta.get("device")))
+    save(args.into, results)
     return 0
 
 

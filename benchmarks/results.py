@@ -80,6 +80,19 @@ class Results:
         merged = (*self.rows[:first], *kept, *rows, *after)
         return Results(merged, {**self.meta, **meta, "suites": suites})
 
+    def joined(self, other: Results) -> Results:
+        """With all that another file holds in the place of what this one has of it: suites, or the
+        models and seeds of a suite. So GPUs can measure side by side, each into a new file."""
+        results = self
+        for suite, record in other.meta.get("suites", {}).items():
+            rows, parts = other.of(suite), record.get("parts", {})
+            name = "seed" if any("seed" in row.shape for row in rows) else "model"
+            only = {name: [row.shape[name] for row in rows]} if parts else ALL
+            results = results.merged(suite, rows, other.meta, record, only=only)
+            if parts:  # of which each may be whole or not
+                results.meta["suites"][suite]["parts"] |= parts
+        return results
+
 
 def _is_complete(record: Mapping[str, Any], rows: Sequence[Row]) -> bool:
     """Whether a suite, and each of its parts, was measured to its end, and its rows are there."""

@@ -9,10 +9,11 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import speed_doc
 from benchmarks.random_shapes import draw_folds
-from benchmarks.results import Results, load
+from benchmarks.results import Results, load, save
 from benchmarks.suite import Case
 from benchmarks.timing import QUICK, Ceilings
 from benchmarks.tune.works import OPS
+from tests.benchmarks.made_rows import row
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -85,6 +86,20 @@ def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys)
     file.write_text("{")
     assert command.main(options) == 2
     assert f"{file} is no results file" in capsys.readouterr().err
+
+
+def test_results_are_merged_into_the_first_file(tmp_path, capsys):
+    into, other, missing = (tmp_path / f"{name}.json" for name in ("into", "other", "missing"))
+    meta, record = {"device": "GPU"}, {"complete": True}
+    save(other, Results().merged("matmul_dx", [row("matmul_dx")], meta, record))
+    assert command.main(["merge", str(into), str(other)]) == 0
+    assert load(into).rows == load(other).rows
+    held = into.read_text()
+    for name, text in ((missing, "does not exist"), (other, "holds results of 'another'")):
+        if name == other:
+            save(other, Results(meta={"device": "another"}))
+        assert command.main(["merge", str(into), str(name)]) == 2
+        assert text in capsys.readouterr().err and into.read_text() == held
 
 
 @pytest.mark.parametrize("device", ["bogus", "meta", "cpu:x", ""])

@@ -195,6 +195,28 @@ def test_a_suite_replaces_its_own_rows_and_no_others(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
 
 
+def test_files_measured_side_by_side_are_joined():
+    def measured(suite, found, whole=True, **only):
+        return Results().merged(suite, found, META, RECORD | {"complete": whole}, only=only)
+
+    def fold(seed, ratio):
+        return row("gradient_fold_random", ratio, shape={"seed": seed, "tokens": 8})
+
+    name = "gradient_fold_random"
+    base = measured(name, [fold(1, 0.5), fold(2, 0.6)], seed=[1, 2])
+    base = base.merged("elementwise", [row("elementwise", 1.5)], META, RECORD)
+    new = base.joined(measured(name, [fold(2, 1.2), fold(3, 1.3)], seed=[2, 3]))
+    assert [r.ratio for r in new.of(name)] == [0.5, 1.2, 1.3]
+    assert new.of("elementwise") == base.of("elementwise")
+    assert new.meta["suites"][name]["parts"] == {"1": True, "2": True, "3": True}
+    cut = new.joined(measured(name, [fold(3, 1.4)], whole=False, seed=[3]))
+    assert cut.meta["suites"][name]["parts"] == {"1": True, "2": True, "3": False}
+    assert new.bars[name]["complete"] and not cut.bars[name]["complete"]
+    whole = new.joined(measured("elementwise", [row("elementwise", 1.1)]))
+    assert [r.ratio for r in whole.of("elementwise")] == [1.1]
+    assert new.meta["suites"][name]["parts"]["3"] is True  # nothing is written in place
+
+
 def test_another_device_is_refused(tmp_path):
     file = tmp_path / "gpu.json"
     assert load(file, "Test GPU") == Results((), {})
