@@ -1,6 +1,7 @@
 """The house: arrows point one way, rooms stay small, and every operation's folder reads alike."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -347,3 +348,18 @@ def test_importing_the_package_does_nothing_heavy():
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def anchors(path):
+    """The names that links give to the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.suffix == ".md"], ids=str)
+def test_links_of_documents_lead_somewhere(path):
+    text = (ROOT / path).read_text("utf-8")
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]+))?\)", text):
+        file = (ROOT / path).parent / target if target else ROOT / path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
