@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -17,6 +15,10 @@ from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
+from rl_consistency.models.checkpointing import (
+    is_checkpointed_otherwise,
+    refuse_selective_checkpointing,
+)
 from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRMSNorm,
@@ -62,20 +64,6 @@ NO_FP16_TRAINING = (
     "float16 is not covered in training, where gradients would need a loss scale; use "
     "model.to(torch.bfloat16), or score under torch.no_grad()."
 )
-
-
-def refuse_selective_checkpointing() -> None:
-    """ValueError where checkpointing keeps the results of some ops (`context_fn`).
-
-    What is computed again then takes them by their number. But the first pass also computes what
-    later ones find: layouts, comparisons with libraries. So it would take others, unseen.
-    """
-    modes = _get_current_dispatch_mode_stack()
-    if any(type(mode).__module__ == checkpoint.__name__ for mode in modes):
-        raise ValueError(
-            "selective checkpointing (a context_fn that keeps the results of some ops) would give "
-            "wrong gradients here. Leave context_fn out: checkpointing of whole layers is covered."
-        )
 
 
 class CanonicalDecoderLayer(CanonicalModule):
@@ -129,10 +117,10 @@ class CanonicalDecoderLayer(CanonicalModule):
 
     def is_plain(self) -> bool:
         """Whether nothing sees the layer's input and output, so that `terms` may stand for a call
-        of it: no hook, wrapper or gradient checkpointing, which without gradients has nothing to
-        spare and would read random states that a CUDA graph must not."""
+        of it: no hook, wrapper or gradient checkpointing. Torch's has nothing to spare without
+        gradients, and would read random states that a CUDA graph must not."""
         checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
-        if checkpointed and torch.is_grad_enabled():
+        if checkpointed and (torch.is_grad_enabled() or is_checkpointed_otherwise(self)):
             return False
         return is_unobserved(self, GradientCheckpointingLayer.__call__)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
+from rl_consistency.models.checkpointing import asks_for_gradients, is_checkpointed_otherwise
 from rl_consistency.models.copied_settings import copied_settings
 from rl_consistency.models.modules import ADDED, CanonicalModule
 from rl_consistency.models.sharding import is_sharded, of_a_library
@@ -29,10 +30,6 @@ from rl_consistency.models.sharding import is_sharded, of_a_library
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _NUM_HOOKS = len(HOOKS)
-_ASKS_FOR_GRADIENTS = (
-    f"{PreTrainedModel.enable_input_require_grads.__module__}."
-    f"{PreTrainedModel.enable_input_require_grads.__qualname__}.<locals>.make_inputs_require_grads"
-)
 
 ACTIVATIONS = (".mlp.act_fn", ".mlp.experts.act_fn")
 UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
@@ -239,8 +236,9 @@ class ForwardState(NamedTuple):
     was changed between them."""
 
     hooked: bool
-    """Whether any module has a hook; what a hook reads in turn cannot be seen. Hooks that only mark
-    the embedding's output as requiring gradients are not counted (`_asks_for_gradients`)."""
+    """Whether any module has a hook, or a checkpointing of its own: what these read in turn cannot
+    be seen. Hooks that only mark the embedding's output as requiring gradients are not counted
+    (`asks_for_gradients`)."""
     config: str
     values: tuple[object, ...]
     """Classes, attributes, hooks and identities of all modules, and the functions they call."""
@@ -262,7 +260,7 @@ class ForwardWatch:
         hooked = False
         values: list[object] = []  # flat: thousands of small tuples would keep the collector busy
         for ref, get in self._parts:
-            module = ref()
+            module: Any = ref()
             try:
                 own = module.__dict__
                 parameters, children, buffers, *rest = get(own)
@@ -274,9 +272,10 @@ class ForwardWatch:
                 values.append(own_config and repr(vars(own_config)))
             if any(rest[:_NUM_HOOKS]):
                 for hooks in rest[:_NUM_HOOKS]:
-                    seen = [key for key, hook in hooks.items() if not _asks_for_gradients(hook)]
+                    seen = [key for key, hook in hooks.items() if not asks_for_gradients(hook)]
                     hooked = hooked or bool(seen)
                     values += seen and (*seen, None)
+            hooked = hooked or is_checkpointed_otherwise(module)
             values += rest[_NUM_HOOKS:]
             for parameter in parameters.values():
                 values += (id(parameter), getattr(parameter, "dtype", None))
@@ -290,15 +289,6 @@ class ForwardWatch:
         if config is not None:
             values += families.functions(config)
         return ForwardState(hooked, repr(config and vars(config)), tuple(values))
-
-
-def _asks_for_gradients(hook: Any) -> bool:
-    """Whether a hook is transformers' own that calls `requires_grad_` and changes no value.
-
-    Gradient checkpointing puts it on the embedding, another one each time it is enabled, and leaves
-    it there when it is disabled. TRL does both in every step.
-    """
-    return type(hook) is FunctionType and _origin(hook) == _ASKS_FOR_GRADIENTS
 
 
 def _version(buffer: Tensor | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.op import STEP
 
 ALIGNMENT = STEP
+
+Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
+"""What `lay_out` can hand sequences to `token_logprobs` in; all give the same bytes."""
+
+EXTRA_COLUMNS = 3
+"""Beyond the longest sequence, so that every padded row has padding."""
 
 
 def from_host(values: np.ndarray, device: torch.device | str) -> Tensor:
@@ -188,3 +194,19 @@ def packed_inputs(
             "restore() the stock model."
         )
     return pack_padded(input_ids, attention_mask, position_ids)
+
+
+def lay_out(
+    sequences: Sequence[Sequence[int]], layout: Layout, device: torch.device | str = "cpu"
+) -> tuple[PackedBatch | Tensor, Tensor | None]:
+    """Sequences in one of the layouts, and the attention mask [B, L] where the layout is padded."""
+    if layout in ("packed", "packed_with_gaps"):
+        return PackedBatch.from_sequences(sequences, device, gap=int("gaps" in layout)), None
+    width = max(len(sequence) for sequence in sequences) + EXTRA_COLUMNS
+    ids = np.zeros((len(sequences), width), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        start = width - len(sequence) if layout == "left_padded" else 0
+        ids[row, start : start + len(sequence)] = sequence
+        mask[row, start : start + len(sequence)] = 1
+    return from_host(ids, device), from_host(mask, device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_consistency.models.batch_layout import Layout, lay_out
+from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError

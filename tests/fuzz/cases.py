@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_consistency import ConsistencyError, RolloutEngine, SamplingParams, patch, token_logprobs
-from rl_consistency.models.batch_layout import Layout
+from rl_consistency.models.packing import Layout
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import make_lifelike

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.models.batch_layout import lay_out
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.fingerprint import fingerprint

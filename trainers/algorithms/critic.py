@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
-from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.modules import CanonicalLinear
+from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import completion_states
 from rl_consistency.trainers.config.recipe import RunConfig

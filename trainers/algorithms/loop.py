@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_consistency.distributed.digests import require_same_facts
 from rl_consistency.distributed.leaves import cut
-from rl_consistency.models.batch_layout import Layout, lay_out
+from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.distributed.digests import require_same_facts
-from rl_consistency.models.batch_layout import Layout
+from rl_consistency.models.packing import Layout
 from rl_consistency.trainers.advantages import (
     explained_variance,
     generalized_advantages,

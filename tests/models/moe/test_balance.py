@@ -8,10 +8,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models import decoder
-from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.moe import balance
 from rl_consistency.models.moe.balance import sequence_balance
 from rl_consistency.models.moe.routing import Routed, RoutingRecord
+from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict

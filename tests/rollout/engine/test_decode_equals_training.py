@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.rollout.engine import RolloutEngine

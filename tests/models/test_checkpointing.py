@@ -2,6 +2,7 @@
 reason to run without graphs; without gradients nothing is checkpointed; selective is refused."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_what_wraps_it_is_a_hook(patched, kind):
 
 def test_it_counts_as_a_hook_where_nobody_knows_it(monkeypatch, patched):
     """Negative control."""
-    monkeypatch.setattr(inventory, "_asks_for_gradients", lambda hook: False)
+    monkeypatch.setattr(inventory, "asks_for_gradients", lambda hook: False)
     checkpointed_once(patched.model)
     before = patched.check()
     checkpointed_once(patched.model)
@@ -110,15 +111,36 @@ def test_with_it_prompts_are_shared_and_no_bit_moves(patched):
 def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradients):
     """In training mode, in which TRL's trainer generates."""
     model, runs = patched.model.train(), []
+
+    def counted():
+        runs.append(1)
+        return nullcontext(), nullcontext()
+
     with torch.set_grad_enabled(gradients):
         right = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
-    model.gradient_checkpointing_enable()
-    for layer in model.model.layers:
-        run = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = lambda *args, run=run: runs.append(args) or run(*args)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": counted})
     with torch.set_grad_enabled(gradients):
         found = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
     assert torch.equal(found, right) and len(runs) == gradients * len(model.model.layers)
+
+
+def test_another_function_than_torch_s_runs_without_gradients_too(patched):
+    """What it does cannot be known, so rollout and training both run it, and no graph holds it."""
+    model = patched.model.train()
+    model.gradient_checkpointing_enable()
+    assert not patched.check().hooked
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = lambda run, *args: 0.5 * run(*args)
+    tokens = [[5, 7, 11, 3]]
+    right = token_logprobs(model, tokens, prompt_lengths=[1]).logprobs
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(model, tokens, prompt_lengths=[1]).logprobs, right)
+    assert patched.check().hooked and not (model.eval() and patched.check().hooked)
+
+
+def test_transformers_way_around_torch_s_is_known(patched):
+    patched.model.train().gradient_checkpointing_enable(offload=True)
+    assert not patched.check().hooked
 
 
 SOME_OPS = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.neg.default])
