@@ -4,11 +4,13 @@ A modification takes the model and a `random.Random`; one that does not fit a mo
 """
 
 import copy
+from functools import partial
 from types import MethodType
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 MODIFICATIONS = []
 
@@ -344,7 +346,15 @@ def weight_as_a_plain_tensor(model, rng):
 
 @modification
 def gradient_checkpointing(model, rng):
-    model.gradient_checkpointing_enable()
+    options = {"use_reentrant": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        ops = [rng.choice((torch.ops.aten.neg.default, torch.ops.aten.amax.default))]
+        kept = partial(create_selective_checkpoint_contexts, ops)
+        options = {"use_reentrant": False, "context_fn": kept}
+    for _ in range(rng.randint(1, 3)):
+        model.gradient_checkpointing_enable(options)
+        if rng.random() < 0.3:
+            model.gradient_checkpointing_disable()
     model.train()
 
 
