@@ -140,8 +140,8 @@ def _shown(path: Path, *documents: Callable[[Results], str]) -> Results:
             made(results)
     except LookupError as error:
         raise ValueError(
-            f"{path} is absent, or its rows and records lack {error}. `python -m benchmarks ops "
-            f"--json {path}` measures anew."
+            f"{path} is absent, or its rows and records lack {error}. Measure them: `python -m "
+            f"benchmarks ops --json {path}`."
         ) from error
     return results
 

@@ -3,6 +3,7 @@ it is covered."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -20,10 +21,8 @@ def asks_for_gradients(hook: Any) -> bool:
     Gradient checkpointing puts it on the embedding, another one each time it is enabled, and leaves
     it there when it is disabled. TRL does both in every step.
     """
-    if type(hook) is not FunctionType:  # what wraps it may do more
-        return False
     name = f"{_ENABLE.__qualname__}.<locals>.make_inputs_require_grads"
-    return hook.__module__ == _ENABLE.__module__ and hook.__code__.co_qualname == name
+    return _is_of_transformers(hook) and hook.__code__.co_qualname == name
 
 
 def is_checkpointed_otherwise(module: nn.Module) -> bool:
@@ -32,9 +31,17 @@ def is_checkpointed_otherwise(module: nn.Module) -> bool:
     own = vars(module)
     if not own.get("gradient_checkpointing") or not module.training:
         return False
-    run: Any = own.get("_gradient_checkpointing_func")
-    run = getattr(run, "func", run)
-    return run is not checkpoint and getattr(run, "__module__", "") != PreTrainedModel.__module__
+    run = own.get("_gradient_checkpointing_func")
+    if type(run) is partial:
+        run = run.func
+    return run is not checkpoint and not _is_of_transformers(run)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether it is a function of the module of `PreTrainedModel`, and nothing that wraps one."""
+    if type(function) is not FunctionType:
+        return False
+    return function.__globals__.get("__name__") == PreTrainedModel.__module__
 
 
 def refuse_selective_checkpointing() -> None:

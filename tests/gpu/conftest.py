@@ -1,5 +1,5 @@
-"""A small model, built anew by every test that asks for it. Processes of tests share the cores on
-which kernels compile."""
+"""A small model, which every test builds for itself. Processes of tests share the cores that
+compile kernels."""
 
 from __future__ import annotations
 

@@ -124,6 +124,15 @@ def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradien
     assert torch.equal(found, right) and len(runs) == gradients * len(model.model.layers)
 
 
+@pytest.mark.parametrize("kind", [Scaled, Answering])
+def test_what_wraps_torch_s_function_is_another(patched, kind):
+    model = patched.model.train()
+    model.gradient_checkpointing_enable()
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = kind(checkpoint)
+    assert patched.check().hooked
+
+
 def test_another_function_than_torch_s_runs_without_gradients_too(patched):
     """What it does cannot be known, so rollout and training both run it, and no graph holds it."""
     model = patched.model.train()

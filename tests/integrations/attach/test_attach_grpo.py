@@ -40,7 +40,7 @@ def test_no_token_differs_on_a_first_update(options, directory, tmp_path, attach
 
 
 def test_checkpointing_does_not_keep_rollouts_from_graphs(directory, tmp_path, attach, monkeypatch):
-    """TRL trains with it by default, and enables it anew after every rollout."""
+    """TRL trains with it by default and enables it again after every rollout."""
     states, begin = [], ModelRunner.begin
 
     def noted(runner, *arguments):

@@ -266,7 +266,7 @@ def _deep(path):
 
 @pytest.mark.parametrize("spoil", [_writable_by_others, _in_a_folder_of_all, _a_link, _deep])
 def test_a_certificate_that_others_could_have_written_admits_nothing(tmp_path, spoil):
-    """It would admit products of the library whose bytes nobody has compared here."""
+    """It would admit products of the library that were not compared on this machine."""
     certificates(tmp_path, lambda key, m: 0).admitted(KEY, 100)
     path = tmp_path / "deep" / "file.json"
     assert certificates(tmp_path, Comparison()).holds(KEY)
