@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.models.captured.layer_graphs import layers_op_by_op
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.recipe import RunConfig
 
@@ -94,8 +95,10 @@ def _peak(run: Any, size: int, length: int, prompt: int) -> int:
 
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    # Two passes a leaf: in the second one the gradients are there as well.
-    ranks.accumulate(2 * size * ranks.order.count, size, backward)
+    # Two passes a leaf: in the second one the gradients are there as well. Replayed layers allocate
+    # nothing: their activations lie in memory of the graphs.
+    with layers_op_by_op():
+        ranks.accumulate(2 * size * ranks.order.count, size, backward)
     peak = torch.cuda.max_memory_allocated(device) - before
     ranks.drop_gradients()
     return peak - 4 * sum(ranks.numels.values())

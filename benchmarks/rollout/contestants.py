@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS, DEFAULTS, INVARIANT = "ours", "vllm", "vllm batch-invariant"
 MODES = {"defaults": DEFAULTS, "invariant": INVARIANT}
 """What `--against` names."""
+KV_BLOCK = 16
+"""Tokens of a block of the cache, in both engines' defaults."""
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -81,10 +83,12 @@ def save_config(name: str, folder: Path) -> Any:
     return config
 
 
-def kv_cache_bytes(config: Any, sequences: int, length: int) -> int:
-    """Bytes of bf16 keys and values of so many sequences, with a little room behind each."""
+def kv_cache_size(config: Any, sequences: int, length: int) -> dict[str, int]:
+    """The cache that every engine gets, in blocks of ours and in bytes of bf16: so many sequences,
+    with a little room behind each."""
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     tokens = max(sequences * (length + 32), engine_child.MAX_MODEL_LEN)
-    return int(1.02 * tokens) * per_token
+    blocks = int(1.02 * tokens) // KV_BLOCK
+    return {"num_kv_blocks": blocks, "kv_cache_memory_bytes": blocks * KV_BLOCK * per_token}

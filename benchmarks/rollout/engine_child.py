@@ -48,7 +48,7 @@ def redraw(model: Any) -> None:
 
 
 class Ours:
-    """Our engine with its defaults, but for `max_num_seqs` and `tokens_per_sequence`."""
+    """Our engine with its defaults, but for `max_num_seqs` and the size of its cache."""
 
     def __init__(self, settings: Mapping[str, Any]):
         torch, transformers = import_module("torch"), import_module("transformers")
@@ -64,7 +64,7 @@ class Ours:
             model,
             eos_token_id=None,
             max_num_seqs=settings["max_num_seqs"],
-            tokens_per_sequence=settings["tokens_per_sequence"],
+            num_kv_blocks=settings["num_kv_blocks"],
         )
         longest = settings["tokens_per_sequence"]
         self._engine.warm_up(sampling(max_tokens=longest, ignore_eos=True))

@@ -1,8 +1,8 @@
 """Our engine and vLLM on the same model and work: one after the other, a process each.
 
 All of them get the same configuration of the model, weights N(0, 0.02), prompts and lengths, and
-return logprobs. Ours has the defaults of `RolloutEngine` but for `max_num_seqs` and
-`tokens_per_sequence`; what vLLM is given is in engine_child.py and contestants.py. Times are
+return logprobs, and have a cache of one size. Ours has the defaults of `RolloutEngine` but for that
+and `max_num_seqs`; what vLLM is given is in engine_child.py and contestants.py. Times are
 medians of whole calls on the host's clock, prefill included.
 """
 
@@ -25,7 +25,7 @@ import torch
 from benchmarks.models import model_config
 from benchmarks.rollout.batch_dependence import Independence, differing_share
 from benchmarks.rollout.child import Budget, Child, ChildError, tail
-from benchmarks.rollout.contestants import MODES, OURS, ROOT, Way, kv_cache_bytes, save_config, ways
+from benchmarks.rollout.contestants import MODES, OURS, ROOT, Way, kv_cache_size, save_config, ways
 from benchmarks.rollout.generation import release_memory
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
 from benchmarks.suite import ERRORS, Case, Suites
@@ -163,8 +163,8 @@ class SideBySide:
             "device": str(device),
             "max_num_seqs": MAX_NUM_SEQS,
             "tokens_per_sequence": length + TOKENS_BEYOND,
-            "kv_cache_memory_bytes": kv_cache_bytes(config, sequences, length),
             "vocabulary": config.vocab_size,
+            **kv_cache_size(config, sequences, length),
         }
         (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
         return settings

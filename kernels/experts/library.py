@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
-from rl_consistency.kernels.core.cache.identity import cache_file, identity_of
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_wgmma
 from rl_consistency.kernels.experts.products_triton import product_fwd
@@ -29,7 +28,7 @@ from rl_consistency.kernels.experts.winner_audit import pairs_of
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
-from rl_consistency.kernels.matmul.cublaslt import ALIGNMENT, settings_in_force
+from rl_consistency.kernels.matmul.cublaslt import ALIGNMENT, settings_in_force, to_the_row
 
 _by_device: dict[torch.device, Certificates] = {}
 """Process-wide: the certificates of each device."""
@@ -53,7 +52,7 @@ def takes(weights: Tensor, product: Product, pairs: int) -> bool:
     capturing = torch.cuda.is_current_stream_capturing()
     if not held.knows(key) and (capturing or not _has_room(weights, pairs)):
         return False
-    return held.admitted(key, pairs, make=not capturing)
+    return held.admitted(key, pairs, make=not capturing, to_the_row=to_the_row())
 
 
 def grouped_product(a: Tensor, weights: Tensor, layout: str, first: Tensor) -> Tensor:
@@ -144,11 +143,8 @@ def certificates(device: torch.device) -> Certificates:
     """The certificates of a device; the first call reads them from its file."""
     held = _by_device.get(device)
     if held is None:
-        identity = identity_of(device)
-        held = Certificates(
-            cache_file("expert_certificates", identity),
-            identity,
-            lambda key, pairs: compare(device, key, pairs),
+        held = Certificates.of_device(
+            device, "experts", lambda key, pairs: compare(device, key, pairs)
         )
         _by_device[device] = held
     return held

@@ -13,6 +13,7 @@ The rollout keeps CUDA graphs and cached keys that library products computed. It
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -69,6 +70,8 @@ class _Counts:
 
 
 _counts = _Counts()
+_lock = RLock()
+"""Held where samples are recorded and read: engines and trainers may share a process by threads."""
 
 
 def schedule_audit() -> AuditReport:
@@ -77,16 +80,17 @@ def schedule_audit() -> AuditReport:
     If an element differed, every product sampled since the last report is struck. The caller
     decides what a difference means; nothing is raised.
     """
-    found = 0
-    for counter in _counts.on_device.values():
-        found += int(counter)
-        counter.zero_()
-    if found:
-        for audited in sorted(_counts.pending, key=lambda audited: audited.name):
-            audited.strike("an audited sample of rows differed")
-            _counts.struck.append(audited.name)
-    _counts.pending.clear()
-    _counts.differing += found
+    with _lock:
+        found = 0
+        for counter in _counts.on_device.values():
+            found += int(counter)
+            counter.zero_()
+        if found:
+            for audited in sorted(_counts.pending, key=lambda audited: audited.name):
+                audited.strike("an audited sample of rows differed")
+                _counts.struck.append(audited.name)
+        _counts.pending.clear()
+        _counts.differing += found
     return AuditReport(
         _counts.calls,
         _counts.audited,
@@ -133,9 +137,9 @@ def sampled_rows(count: int, device: torch.device) -> Tensor:
 
 def record(audited: Audited, found: Tensor, expected: Tensor) -> None:
     """Count the elements of `found` that differ from `expected`; the host does not wait."""
-    _counts.pending[audited] = None
     # The first call may run in inference mode, and an inference tensor cannot be added to later.
-    with torch.inference_mode(False):
+    with _lock, torch.inference_mode(False):
+        _counts.pending[audited] = None
         if found.device not in _counts.on_device:
             zero = torch.zeros((), dtype=torch.int64, device=found.device)
             _counts.on_device[found.device] = zero

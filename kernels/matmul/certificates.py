@@ -134,10 +134,12 @@ class Certificates:
         self._findings = self._read()
 
     @classmethod
-    def of_device(cls, device: torch.device, compare: Callable[[Key, int], int]) -> Certificates:
-        """The certificates of a device with the installed versions."""
+    def of_device(
+        cls, device: torch.device, what: str, compare: Callable[[Key, int], int]
+    ) -> Certificates:
+        """Those of `what`, a part of the file's name, on a device with the installed versions."""
         identity = identity_of(device)
-        path = cache_file("matmul", identity)
+        path = cache_file(what, identity)
         return cls(path and path.parent / FOLDER / path.name, identity, compare)
 
     def knows(self, key: Key) -> bool:

@@ -49,7 +49,6 @@ _by_device: dict[torch.device, Certificates] = {}
 """Process-wide: the certificates of each device."""
 
 _to_the_row: ContextVar[bool] = ContextVar("certified_to_the_row", default=False)
-"""Whether the code runs inside `certified_to_the_row`."""
 
 
 @contextmanager
@@ -64,6 +63,11 @@ def certified_to_the_row() -> Iterator[None]:
         yield
     finally:
         _to_the_row.reset(token)
+
+
+def to_the_row() -> bool:
+    """Whether the code runs inside `certified_to_the_row`."""
+    return _to_the_row.get()
 
 
 def product(
@@ -108,7 +112,7 @@ def _compiled(
     audited = range(min(m, audit.AUDIT_ROWS // 2), min(m, audit.AUDIT_ROWS) + 1)
     tma = has_tma(a.device)
     one_each = {pick(c, n, k, a.dtype, layout, tma, out_dtype, a.device): c for c in audited}
-    counts = {*held.to_compare(key, m, to_the_row=_to_the_row.get()), *one_each.values()}
+    counts = {*held.to_compare(key, m, to_the_row=to_the_row()), *one_each.values()}
     with unrecorded():
         for count in sorted(counts):
             matmul_fwd(a.new_empty(count, k), b, bias, layout, out_dtype)
@@ -228,12 +232,12 @@ def _as_certified(matrix: Tensor) -> bool:
 
 
 def _admitted(device: torch.device, key: Key, m: int, capturing: bool) -> bool:
-    held, to_the_row = certificates(device), _to_the_row.get()
-    if not capturing and not to_the_row and held.holds(key):
+    held, exact = certificates(device), to_the_row()
+    if not capturing and not exact and held.holds(key):
         return True
     if not held.knows(key) and (capturing or not _has_room(device, key)):
         return False
-    return held.admitted(key, m, make=not capturing, to_the_row=to_the_row)
+    return held.admitted(key, m, make=not capturing, to_the_row=exact)
 
 
 def _has_room(device: torch.device, key: Key) -> bool:
@@ -249,6 +253,6 @@ def certificates(device: torch.device) -> Certificates:
     """The certificates of a device; the first call reads them from its file."""
     held = _by_device.get(device)
     if held is None:
-        held = Certificates.of_device(device, lambda key, m: compare(device, key, m))
+        held = Certificates.of_device(device, "matmul", lambda key, m: compare(device, key, m))
         _by_device[device] = held
     return held

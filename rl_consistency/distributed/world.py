@@ -151,9 +151,10 @@ class World(Group):
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[None]:
-        """All ranks leave the block, or none does: the error of one is raised on the others too.
+        """All ranks leave the block, or none does: the error of one is raised on the others too, if
+        it is a ConsistencyError, ValueError, TypeError or OSError. After another they wait in vain.
 
-        Every rank enters it. The block itself calls no collective: the ranks would not meet in it.
+        Every rank enters it. A collective inside is one that all ranks reach, or none.
         """
         if self.handle is None:
             yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -199,7 +199,10 @@ def packed_inputs(
 def lay_out(
     sequences: Sequence[Sequence[int]], layout: Layout, device: torch.device | str = "cpu"
 ) -> tuple[PackedBatch | Tensor, Tensor | None]:
-    """Sequences in one of the layouts, and the attention mask [B, L] where the layout is padded."""
+    """Sequences in one of the layouts, and the attention mask [B, L] where the layout is padded;
+    ValueError on another layout."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout {layout!r}; allowed: {', '.join(get_args(Layout))}.")
     if layout in ("packed", "packed_with_gaps"):
         return PackedBatch.from_sequences(sequences, device, gap=int("gaps" in layout)), None
     width = max(len(sequence) for sequence in sequences) + EXTRA_COLUMNS

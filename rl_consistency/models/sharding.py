@@ -197,7 +197,11 @@ def _wrapper_of(policy: nn.Module) -> str | None:
     if policy in _UNWRAPPED or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     for found in gc.get_objects():
-        if issubclass(type(found), nn.Module) and vars(found)["_modules"].get("module") is policy:
+        if not issubclass(type(found), nn.Module):
+            continue
+        # Others' modules may be scripted, or not be initialised yet.
+        children = vars(found).get("_modules")
+        if isinstance(children, dict) and children.get("module") is policy:
             return type(found).__name__
     _UNWRAPPED.add(policy)
     return None

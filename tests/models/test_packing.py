@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rl_consistency.models.packing import ALIGNMENT, PackedBatch, pack_padded
+from rl_consistency.models.packing import ALIGNMENT, PackedBatch, lay_out, pack_padded
 
 SEQUENCES = [[5, 6], [7], list(range(20, 57)), list(range(100, 116))]
 
@@ -25,6 +25,11 @@ def contents(batch):
         list(batch.layout.query_starts),
         list(batch.layout.query_lens),
     )
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="'right-padded'; allowed: packed, packed_with_gaps"):
+        lay_out([[1, 2]], "right-padded")
 
 
 def test_the_docstring_example_holds():

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from rl_consistency.trainers.progress import Progress, duration
 from rl_consistency.trainers.run import train
+from rl_consistency.trainers.strategies.strategy import Strategy
 from rl_consistency.trainers.tracking.console import ConsoleTable
 
 
@@ -110,6 +111,18 @@ def test_a_run_tells_each_phase_of_its_start_once(tiny_run):
     told.clear()
     train(tiny_run.config(), dry_run=True, starting=told.append)
     assert told == [*read, build, "taking a small step", ""]
+
+
+@pytest.mark.parametrize(("leaves", "name"), [(2, "micro-batch 2"), (8, "run again")])
+def test_a_gradient_check_names_what_it_compared(leaves, name, tiny_run, monkeypatch):
+    """Of eight leaves each has one of the eight sequences, which no micro-batch can cut."""
+    found, check = [], Strategy.check
+    monkeypatch.setattr(Strategy, "check", lambda *given: found.append(check(*given)) or found[-1])
+    changes = {"training.steps": 1, "training.micro_batch_size": 1}
+    tiny_run(
+        **changes, **{"consistency.gradient_check_every": 1, "consistency.gradient_leaves": leaves}
+    )
+    assert [[result.name for result in report.results] for report in found] == [[name]]
 
 
 def test_the_passes_of_a_gradient_check_are_no_progress(tiny_run, monkeypatch):

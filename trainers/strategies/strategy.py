@@ -157,9 +157,9 @@ class Strategy(ABC):
         """Compare the gradient there is with that of the same step under another micro-batch."""
         trained = self.gradients()
         self.drop_gradients()
-        other = 1 if size > 1 else 2
         leaf = max(map(len, self.order.leaves(num_sequences)))
-        self.accumulate(num_sequences, min(other, leaf), backward)
+        other = min(1 if size > 1 else 2, leaf)
+        self.accumulate(num_sequences, other, backward)
         again = self.gradients()
         counts = {n: int((bits(again[n]) != bits(g)).sum()) for n, g in trained.items()}
         bad = sum(int((~g.isfinite()).sum()) for g in again.values())
@@ -167,7 +167,9 @@ class Strategy(ABC):
         if self.keeps_shards:
             *found, bad = self.world.reduce("gradient check", [*found, bad], ReduceOp.SUM)
         differing = dict(zip(self.numels, found, strict=True))
-        result = RegroupingResult(f"micro-batch {other}", differing)
+        # Leaves of one sequence have no other cut.
+        name = "run again" if other == min(size, leaf) else f"micro-batch {other}"
+        result = RegroupingResult(name, differing)
         return GradientReport((result,), sum(self.numels.values()), bad)
 
     def shared(self, what: str, own: Mapping[int, T]) -> list[T]:

@@ -57,13 +57,13 @@ def make_own(folder: Path) -> bool:
 
 
 def replace_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON in one piece. An OSError leaves the old file as it was."""
+    """Write a file of JSON in one piece. An error leaves the old file as it was."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
         os.replace(name, path)
-    except OSError:
+    except BaseException:  # an interrupt too leaves no part behind
         os.unlink(name)
         raise
 

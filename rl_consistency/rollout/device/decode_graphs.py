@@ -308,13 +308,17 @@ class DecodeGraphs:
         if self._place is None:
             self._place = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._state.device))
         pool, stream = self._place
-        stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream), certified_to_the_row():
             # The first run compiles kernels and certifies products, which a capture must not do.
             # In the second nothing of that is left to do.
-            call.run()
-            call.run()
-        torch.cuda.current_stream().wait_stream(stream)
+            try:
+                call.run()
+                call.run()
+            finally:
+                # What the call holds may be given away once it is dropped.
+                current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the trainer may allocate meanwhile.
         with (

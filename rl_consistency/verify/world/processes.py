@@ -83,7 +83,10 @@ def _run_group(
         collect()
     except (ProcessRaisedException, ProcessExitedException) as error:
         collect()
-        i = next(i for i in cells if i not in found)
+        # A process may end badly after its last cell.
+        i = next((i for i in cells if i not in found), None)
+        if i is None:
+            return
         found[i] = Outcome(cell=cells[i], error=str(error))
         on_outcome(found[i])
     finally:

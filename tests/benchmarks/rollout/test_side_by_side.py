@@ -20,7 +20,7 @@ from benchmarks.rollout.contestants import (
     INVARIANT,
     OURS,
     Way,
-    kv_cache_bytes,
+    kv_cache_size,
     save_config,
     ways,
 )
@@ -280,7 +280,9 @@ def test_both_sides_read_the_configuration_of_the_benches(tmp_path):
     assert saved["architectures"] == ["Qwen2ForCausalLM"] and saved["dtype"] == "bfloat16"
     assert saved["num_hidden_layers"] == 28 and saved["rope_parameters"]["rope_theta"] == 1e6
     tokens = 256 * (1536 + 32)
-    assert kv_cache_bytes(config, 256, 1536) == int(1.02 * tokens) * 28 * 2 * 128 * 2 * 2
+    size, blocks = kv_cache_size(config, 256, 1536), int(1.02 * tokens) // 16
+    assert size["num_kv_blocks"] == blocks
+    assert size["kv_cache_memory_bytes"] == blocks * 16 * 28 * 2 * 128 * 2 * 2
 
 
 def test_our_child_measures_a_tiny_model_on_a_cpu(tmp_path):

@@ -157,7 +157,7 @@ def environment(monkeypatch, tmp_path, gpu):
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            return Certificates.of_device(torch.device("cpu"), lambda key, m: 0)
+            return Certificates.of_device(torch.device("cpu"), "matmul", lambda key, m: 0)
 
     return opened
 
@@ -304,6 +304,17 @@ def test_an_unwritable_directory_warns_and_lasts_for_the_process(tmp_path):
     with pytest.warns(UserWarning, match="RL_CONSISTENCY_CACHE"):
         held = Certificates(tmp_path / "deep" / "file.json", IDENTITY, Comparison())
         assert held.admitted(KEY, 100)
+
+
+@pytest.mark.parametrize("what", ["matmul", "experts"])
+def test_only_a_folder_of_its_own_is_closed_to_others(what, environment, tmp_path):
+    tmp_path.chmod(0o755)
+    environment()
+    held = Certificates.of_device(torch.device("cpu"), what, lambda key, m: 0)
+    assert held.admitted(KEY, 100)
+    (file,) = tmp_path.rglob(f"{what}*.json")
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert file.parent != tmp_path and file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_strikes_of_many_writers_at_once_are_all_kept(tmp_path):

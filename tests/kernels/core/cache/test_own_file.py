@@ -21,10 +21,14 @@ def test_what_was_replaced_is_read_and_a_failure_leaves_what_was_there(tmp_path,
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(own_file.json, "dump", full)
-    with pytest.raises(OSError, match="No space left"):
-        replace_whole(path, {"a": 2})
-    assert json.loads(own_text(path)) == {"a": 1} and [*folder.iterdir()] == [path]
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for fails, error in ((full, OSError), (interrupted, KeyboardInterrupt)):
+        monkeypatch.setattr(own_file.json, "dump", fails)
+        with pytest.raises(error):
+            replace_whole(path, {"a": 2})
+        assert json.loads(own_text(path)) == {"a": 1} and [*folder.iterdir()] == [path]
 
 
 def test_a_folder_that_others_could_write_to_is_closed_and_says_so(tmp_path):
