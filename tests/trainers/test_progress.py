@@ -119,9 +119,8 @@ def test_a_gradient_check_names_what_it_compared(leaves, name, tiny_run, monkeyp
     found, check = [], Strategy.check
     monkeypatch.setattr(Strategy, "check", lambda *given: found.append(check(*given)) or found[-1])
     changes = {"training.steps": 1, "training.micro_batch_size": 1}
-    tiny_run(
-        **changes, **{"consistency.gradient_check_every": 1, "consistency.gradient_leaves": leaves}
-    )
+    changes |= {"consistency.gradient_check_every": 1, "consistency.gradient_leaves": leaves}
+    tiny_run(**changes)
     assert [[result.name for result in report.results] for report in found] == [[name]]
 
 
