@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
 from benchmarks.suite import gradients, normal
 from benchmarks.timing import Call, Contestant, Machine, Race
+from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 
@@ -83,8 +84,9 @@ def attention_decode(
     blocks = batch * -(-context // CACHE_BLOCK)
     cached_bytes = 2 * 2 * batch * context * kv_heads * head_dim
     layers = range(min(bench.copies(cached_bytes), MAX_LAYERS))
-    block = (CACHE_BLOCK, kv_heads, head_dim)
-    caches = [[normal(bench, blocks, *block) for _ in layers] for _ in "kv"]
+    size = (blocks, CACHE_BLOCK, kv_heads, head_dim)
+    kind = {"dtype": torch.bfloat16, "device": bench.device}
+    caches = [[zero_cache(*size, **kind).copy_(normal(bench, *size)) for _ in layers] for _ in "kv"]
     # A cache in use is scattered: consecutive tokens of a sequence lie in unrelated blocks.
     tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1)
     last = tables[:, -1] * CACHE_BLOCK + (context - 1) % CACHE_BLOCK

@@ -117,12 +117,12 @@ def _rotated_heads(
 
 
 @triton.jit
-def _store_halves(out_ptr, y1, y2, head, NUM_HEADS: tl.constexpr, HALF: tl.constexpr,
+def _store_halves(out_ptr, y1, y2, head, stride_head, NUM_HEADS: tl.constexpr, HALF: tl.constexpr,
                   BLOCK_HALF: tl.constexpr):  # fmt: skip
-    """Both halves of dense heads."""
+    """Both halves of heads."""
     column = tl.arange(0, BLOCK_HALF)
     inside = (head < NUM_HEADS)[:, None] & (column < HALF)[None, :]
-    written = out_ptr + head[:, None] * (2 * HALF) + column[None, :]
+    written = out_ptr + head[:, None] * stride_head + column[None, :]
     tl.store(written, y1, mask=inside)
     tl.store(written + HALF, y2, mask=inside)
 
@@ -132,7 +132,7 @@ def _store_halves(out_ptr, y1, y2, head, NUM_HEADS: tl.constexpr, HALF: tl.const
 def paged_inputs_kernel(
     q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, q_eps, k_eps, cos_ptr, sin_ptr, slot_ptr,
     q_out_ptr, k_out_ptr, key_cache, value_cache, q_token, q_head, k_token, k_head, v_token, v_head,
-    cos_token, sin_token,
+    cos_token, sin_token, cache_slot, cache_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -152,20 +152,20 @@ def paged_inputs_kernel(
         y1, y2 = _rotated_heads(q_ptr + token * q_token, q_weight_ptr, q_eps, cos, sin, head,
                                 q_head, Q_HEADS, HALF, NORM, HEADS, BLOCK, BLOCK_HALF)  # fmt: skip
         written = q_out_ptr + token * (Q_HEADS * 2 * HALF)
-        _store_halves(written, y1, y2, head, Q_HEADS, HALF, BLOCK_HALF)
+        _store_halves(written, y1, y2, head, 2 * HALF, Q_HEADS, HALF, BLOCK_HALF)
     else:
         head = (part - parts_of_q) * HEADS + tl.arange(0, HEADS)
         y1, y2 = _rotated_heads(k_ptr + token * k_token, k_weight_ptr, k_eps, cos, sin, head,
                                 k_head, K_HEADS, HALF, NORM, HEADS, BLOCK, BLOCK_HALF)  # fmt: skip
-        row: tl.constexpr = K_HEADS * 2 * HALF
-        slot = tl.load(slot_ptr + token)
-        _store_halves(k_out_ptr + token * row, y1, y2, head, K_HEADS, HALF, BLOCK_HALF)
-        _store_halves(key_cache + slot * row, y1, y2, head, K_HEADS, HALF, BLOCK_HALF)
+        written = k_out_ptr + token * (K_HEADS * 2 * HALF)
+        _store_halves(written, y1, y2, head, 2 * HALF, K_HEADS, HALF, BLOCK_HALF)
+        slot, wide_head = tl.load(slot_ptr + token) * cache_slot, head.to(tl.int64)
+        _store_halves(key_cache + slot, y1, y2, wide_head, cache_head, K_HEADS, HALF, BLOCK_HALF)
         wide = tl.arange(0, BLOCK)
         inside = (head < K_HEADS)[:, None] & (wide < 2 * HALF)[None, :]
         read = v_ptr + token * v_token + head[:, None] * v_head + wide[None, :]
         v = tl.load(read, mask=inside, other=0.0)
-        stored = value_cache + slot * row + head[:, None] * (2 * HALF) + wide[None, :]
+        stored = value_cache + slot + wide_head[:, None] * cache_head + wide[None, :]
         tl.store(stored, v, mask=inside)
 
 
@@ -180,7 +180,7 @@ def paged_inputs_fwd(
     value_cache: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(q', k'), dense; writes the caches, which are contiguous. `norms` None: no qk-norm."""
+    """(q', k'), dense; writes the caches, whose strides are equal. `norms` None: no qk-norm."""
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     tokens, q_heads, head_dim = q.shape
     k_heads = k.shape[1]
@@ -194,7 +194,7 @@ def paged_inputs_fwd(
         q, k, v, None if q_weight is None else q_weight.contiguous(),
         None if k_weight is None else k_weight.contiguous(), q_eps, k_eps, cos, sin,
         slots.contiguous(), q_out, k_out, key_cache, value_cache, *q.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], cos.stride(0), sin.stride(0),
+        *v.stride()[:2], cos.stride(0), sin.stride(0), *key_cache.stride()[1:3],
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=head_dim // 2, NORM=norms is not None, HEADS=heads,
         BLOCK=block, BLOCK_HALF=next_power_of_2(head_dim // 2), OVERLAP=overlap, launch_pdl=overlap,
         num_warps=max(1, min(4, heads * block // 256)), enable_fp_fusion=False,

@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a Hugging Face model directory, in its own dtype"
     model.add_argument("--model", type=Path, metavar="DIR", help=text)
     text = (
-        "models built on the spot: tiny-qwen3, tiny-llama, tiny-qwen2, tiny-mistral; on a GPU also "
-        "qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama3-8b, qwen2.5-0.5b, qwen2.5-1.5b, llama3.2-1b, "
-        "llama3.2-3b with random weights; or all (default: the tiny ones, on a GPU qwen3-0.6b as "
-        "well)"
+        "models built on the spot: tiny-qwen3, tiny-llama, tiny-qwen2, tiny-mistral, "
+        "tiny-qwen3-moe, tiny-olmoe, tiny-mixtral; on a GPU also qwen3-0.6b, qwen3-1.7b, qwen3-8b, "
+        "llama3-8b, qwen2.5-0.5b, qwen2.5-1.5b, llama3.2-1b, llama3.2-3b with random weights; or "
+        "all (default: the tiny ones, on a GPU qwen3-0.6b as well)"
     )
     model.add_argument("--preset", metavar="NAME", nargs="+", action="extend", help=text)
     text = f"{', '.join(DTYPES)} (default: the first two, on a GPU all)"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models.forward import cache_sizes
 
@@ -52,9 +53,11 @@ def paged_calls(
     needed = [-(-sum(parts) // block_size) for parts in schedules]
     placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
     tables = [part.tolist() for part in placement.split(needed)]
-    shape = (sum(needed), block_size, kv_heads, head_dim)
-    empty = torch.full((2, num_layers, *shape), torch.nan, dtype=dtype, device=device)
-    key_cache, value_cache = (list(part.unbind(0)) for part in empty)
+    size = (sum(needed), block_size, kv_heads, head_dim)
+    key_cache, value_cache = (
+        [zero_cache(*size, dtype=dtype, device=device).fill_(torch.nan) for _ in range(num_layers)]
+        for _ in "kv"
+    )
     done = [0] * len(schedules)
     for turn in range(max(map(len, schedules))):
         spans, slots = [], []

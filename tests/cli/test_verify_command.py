@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -20,7 +21,7 @@ from rl_consistency.verify.mutants import perturbations
 from rl_consistency.verify.mutants import run as mutants
 from rl_consistency.verify.mutants.mutant import Mutant
 from rl_consistency.verify.mutants.run import MutantResult
-from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.presets import PRESETS, build_preset, known_presets
 from rl_consistency.verify.sweep import QUICK
 
 
@@ -250,3 +251,10 @@ def test_the_mutants_table_names_the_check_that_noticed():
     shown = printed(mutants_table([MutantResult(mutant=mutant, results=(RED,))]))
     assert "C1 linear (7 of 1200)" in " ".join(shown.split())
     assert "caught" in shown
+
+
+def test_the_help_names_every_preset(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    named = re.findall(r"[a-z0-9.-]+", capsys.readouterr().out)
+    assert set(known_presets()) <= set(named)

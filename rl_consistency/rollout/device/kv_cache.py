@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.models.forward import cache_sizes
 
 DEFAULT_TOKENS_PER_SEQUENCE = 1024  # tokens of each running sequence the default cache has room for
@@ -48,11 +49,11 @@ class KVCache:
         free memory on a GPU, but always for one. ValueError if the device has no room for it.
         """
         shape = cache_shape(model, block_size, num_blocks, max_num_seqs, tokens_per_sequence)
-        count, rows, *_ = shape
+        count, rows, *row = shape
         try:
             # Zeros: a NaN in a slot that was never written would pass a mask of weight 0.
             tensors = [
-                torch.zeros(shape[1:], dtype=model.dtype, device=model.device) for _ in range(count)
+                zero_cache(rows, *row, dtype=model.dtype, device=model.device) for _ in range(count)
             ]
         except torch.OutOfMemoryError as error:
             size = math.prod(shape) * model.dtype.itemsize / 2**30

@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(4, 2, 16), (14, 2, 64), (3, 3, 80), (1, 1, 96), (16, 8, 128), (9, 3, 256)]
 
 
-def call(heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, tokens=5, normed=True):
+def call(heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, tokens=5, normed=True, by_head=False):
     """(q, k, v, cos, sin, norms, key cache, value cache, slots)."""
     sizes = heads * dim, kv_heads * dim, kv_heads * dim
     joined = probe((tokens, sum(sizes)), dtype).to(DEVICE)
@@ -32,6 +32,8 @@ def call(heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, tokens=5, normed=Tru
     weights = [1 + probe((dim,), dtype, seed=s).to(DEVICE) / 8 for s in (1, 2)]
     norms = HeadNorms(*weights, 1e-6, 1e-5) if normed else None
     caches = [probe((4, 3, kv_heads, dim), dtype, seed=s).to(DEVICE) for s in (3, 4)]
+    if by_head:  # the tokens of one head side by side in memory
+        caches = [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in caches]
     slots = torch.tensor([7, 0, 11, 3, 5], device=DEVICE)[:tokens]
     return q, k, v, cos, sin, norms, *caches, slots
 
@@ -90,6 +92,14 @@ def test_the_fused_op_gives_the_bytes_of_the_separate_ones(run, normed, heads, d
     operands = call(*heads, dtype, normed=normed)
     expected = (apart_by_kernels if run is by_kernel else apart)(*operands)
     assert all(map(same_bytes, run(*operands), expected))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("run", RUNS)
+def test_it_does_not_matter_how_the_heads_of_the_cache_lie(run, heads):
+    found = [run(*call(*heads, by_head=by_head)) for by_head in (False, True)]
+    assert all(map(same_bytes, *found))
+    assert found[0][2].stride() != found[1][2].stride() or heads[1] == 1
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import (
     PackedSequences,
@@ -129,7 +130,8 @@ def cached_keys(case, block_size=BLOCK):
     slots = table[positions // block_size] * block_size + positions % block_size
     caches = []
     for part in sequence(case, 0)[1:3]:
-        cache_ = part.new_full((blocks + 3, block_size, case.kv_heads, case.dim), torch.nan)
+        size = blocks + 3, block_size, case.kv_heads, case.dim
+        cache_ = zero_cache(*size, dtype=part.dtype, device=part.device).fill_(torch.nan)
         cache_.view(-1, case.kv_heads, case.dim)[slots.to(DEVICE)] = part
         caches.append(cache_)
     return *caches, table.tolist()
