@@ -47,7 +47,7 @@ def _two_seeds(rows: Sequence[Row]) -> bool:
 
 
 def _two_seeds_in_band(low: int, high: int) -> Callable[[Sequence[Row]], bool]:
-    """The same of the products of so many rows."""
+    """Whether products of `low` to `high` rows were measured at shapes of two seeds or more."""
     return lambda rows: _two_seeds([r for r in rows if low <= int(r.shape["m"]) <= high])
 
 

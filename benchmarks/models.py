@@ -124,7 +124,7 @@ class ModelSizes:
         return f"{self.family}-{sizes}{'-tied' if self.tied else ''}"
 
     def config(self) -> PreTrainedConfig:
-        """As transformers has it; ValueError on heads that it refuses."""
+        """Configuration of the model in transformers; ValueError on heads that it refuses."""
         if self.family != "qwen3" and self.hidden % self.heads:
             raise ValueError(
                 f"model {self.name!r}: transformers wants the hidden size of {self.family} to be a "

@@ -27,7 +27,7 @@ def peer(name: str) -> ModuleType | None:
 
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
-    """Its matmul, log_softmax and mean in place of those of torch."""
+    """Inside the block batch_invariant_ops has replaced torch's matmul, log_softmax and mean."""
     module = import_module("batch_invariant_ops")
     module.enable_batch_invariant_mode()
     try:

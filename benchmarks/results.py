@@ -68,8 +68,9 @@ class Results:
         *,
         only: Part = ALL,
     ) -> Results:
-        """With the rows and the record of one suite replaced in their place, and the run's meta
-        over the old one. Where a run measured a part of the suite, rows of the others stay."""
+        """These results with the rows and the record of one suite replaced in their place, and the
+        run's meta over the old one. Where a run measured a part of the suite, rows of the others
+        stay."""
         first = next((i for i, r in enumerate(self.rows) if r.suite == suite), len(self.rows))
         kept = [r for r in self.of(suite) if not _is_of(r, only)]
         after = (r for r in self.rows[first:] if r.suite != suite)
@@ -81,8 +82,9 @@ class Results:
         return Results(merged, {**self.meta, **meta, "suites": suites})
 
     def joined(self, other: Results) -> Results:
-        """With all that another file holds in the place of what this one has of it: suites, or the
-        models and seeds of a suite. So GPUs can measure side by side, each into a new file."""
+        """These results with all that another file holds in the place of what this one has of it:
+        suites, or the models and seeds of a suite. So GPUs can measure side by side, each into a
+        new file."""
         results = self
         for suite, record in other.meta.get("suites", {}).items():
             rows, parts = other.of(suite), record.get("parts", {})

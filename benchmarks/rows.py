@@ -30,9 +30,9 @@ class Row:
     dtype: str
     ours_us: float | None = None
     stock_us: float | None = None
-    """The fastest of the stock ways."""
+    """Time of the fastest of the stock ways."""
     stock: str | None = None
-    """Its name."""
+    """Name of the fastest of the stock ways."""
     peers: Mapping[str, float] = field(default_factory=dict)
     """Name to microseconds: public projects, and every stock way where there are several."""
     ratio: float | None = None

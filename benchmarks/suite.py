@@ -50,7 +50,7 @@ class Case:
 
 
 Suites = Mapping[str, Sequence[Case]]
-"""By name: cases that are measured and kept together."""
+"""Name -> cases that are measured and kept together."""
 
 
 def cases(

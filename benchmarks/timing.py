@@ -56,13 +56,13 @@ class Rounds:
 
 
 ROUNDS = Rounds(seconds=0.12, least=7, most=60)
-"""For figures that are reported."""
+"""Rounds for figures that are reported."""
 
 IDLE_ROUNDS = 3
 """Pairs of a timed and a traced call."""
 
 QUICK = Rounds(seconds=4e-3, least=3, most=20)
-"""For thousands of cases, whose errors a fit averages."""
+"""Rounds for thousands of cases, whose errors a fit averages."""
 
 
 def reason(error: BaseException) -> str:
@@ -118,7 +118,7 @@ class Race:
     operations: float = 0.0
     """Multiplications and additions on the matrix units."""
     tokens: int = 0
-    """For tokens per second; 0 reports none."""
+    """Tokens of a call, for tokens per second; 0 reports none."""
     memory: bool = False
     """Whether the peak memory of one call is measured."""
 
@@ -199,11 +199,9 @@ class Machine(ColdDevice):
 
         return wall if clock == "wall" else events
 
-    def _interleaved(
-        self, timers: Mapping[str, Callable[[int], float]], rounds: Rounds = ROUNDS
-    ) -> dict[str, float]:
+    def _interleaved(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
-        samples = interleaved(timers, **asdict(rounds))
+        samples = interleaved(timers, **asdict(ROUNDS))
         self._trim()
         return {name: median(values) for name, values in samples.items()}
 

@@ -22,7 +22,7 @@ TESTS = (
     *("tests/trainers/config", "tests/trainers/test_policy.py"),
     "tests/trainers/test_policy_shards.py",
 )
-"""Those that ask most of the packages: pydantic's errors, transformers' loading."""
+"""Tests that ask most of the packages: pydantic's errors, transformers' loading."""
 ALONE = ("accelerate",)
 """Installed without dependencies: theirs is torch."""
 

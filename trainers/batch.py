@@ -41,7 +41,7 @@ class TokenBatch:
     old_logprobs: Tensor
     """fp32, log pi(token) under the weights that sampled the token (the behaviour policy)."""
     advantages: Tensor
-    """fp32, the advantage of the token's sequence (see `per_token`)."""
+    """fp32, in GRPO the advantage of the token's sequence (see `per_token`); in PPO per token."""
     sequence_ids: Tensor
     """int64, the id of the token's sequence: one id per sequence, strictly ascending."""
     lengths: list[int]

@@ -15,7 +15,7 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.memory import activations, available_bytes, memory_told, resident
 
 MOST_TOKENS = 16
-"""Of a completion."""
+"""Most tokens of a completion."""
 
 
 def rehearse(run: Any, announce: Callable[[str], None]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The hook of a training loop: four methods that measure consistency, step by step.
+"""The hook of a training loop: methods that measure consistency, step by step.
 
 The loop itself does not measure. Its hook measures, records and, if told so, stops the run.
 """
@@ -42,7 +42,7 @@ class Rollout:
     """What was sampled in one step, in logical order."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     sequences: Sequence[Sequence[int]]  # prompt and completion ids
     prompt_lengths: Sequence[int]
     logprobs: Sequence[Tensor]
@@ -152,7 +152,7 @@ class ConsistencyHook:
     decode: Callable[[list[int]], str] | None = None
     """The text of token ids, for a bundle's worst tokens; None leaves their texts out."""
     expected_fingerprint: Fingerprint | None = None
-    """That of the other side, when rollout and training are different programs."""
+    """Fingerprint of the other side, when rollout and training are different programs."""
     warn: Callable[[str], None] = print
     """Called with one line when `on_drift` is `warn`."""
 
@@ -256,7 +256,7 @@ class ConsistencyHook:
         return metrics
 
     def take_digests(self) -> Digests:
-        """Those of the step so far, in the order of their making; they are given once."""
+        """Digests of the step so far, in the order of their making; they are given once."""
         taken, self._digests = self._digests, {}
         return taken
 
@@ -297,7 +297,7 @@ class ConsistencyHook:
         self.totals.stock.load_state_dict(state["stock"])
 
     def _timed(self, digest_of: Callable[[Any], T], tensors: Any) -> T:
-        """What a digest is; its seconds are added to those of the step."""
+        """The digest of some tensors; its seconds are added to those of the step."""
         started = perf_counter()
         found = digest_of(tensors)
         self._digest_seconds += perf_counter() - started

@@ -48,7 +48,7 @@ def interrupts_heard() -> Iterator[None]:
 
 
 def _handlers() -> dict[signal.Signals, Callable[..., Any]]:
-    """Of the signals that have one written in Python, which only the main thread may replace."""
+    """Handlers that are written in Python, by signal; only the main thread may replace them."""
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS if main}
     return {number: handler for number, handler in handlers.items() if callable(handler)}

@@ -98,7 +98,7 @@ def leave() -> None:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """So many CPU threads inside the block; None leaves them."""
+    """Compute with so many CPU threads inside the block; None leaves their number."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

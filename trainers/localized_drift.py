@@ -35,7 +35,7 @@ class Mismatch(NamedTuple):
     training_logprobs: Sequence[Tensor]
     message: str
     bundle: Path | None
-    """Where it was saved, by this process."""
+    """Where this process saved the replay bundle."""
 
     def worst(self, decode: Callable[[list[int]], str]) -> list[WorstToken]:
         """The tokens that differ most."""

@@ -42,7 +42,7 @@ class ClippedLoss:
     """bool, tokens whose surrogate or value is clipped and has no gradient."""
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on another device, detached."""
+        """This loss on another device, detached."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if value is not None}
         return replace(self, **{name: t.detach().to(device) for name, t in tensors.items()})

@@ -33,7 +33,7 @@ def memory_told(parts: Mapping[str, int], available: int | None) -> list[str]:
 
 
 def extrapolated(size: int, small: tuple[int, int], large: tuple[int, int]) -> int:
-    """On the line through two measured (size, bytes), one larger than the other."""
+    """Bytes at `size` on the line through two measured (size, bytes), one larger than the other."""
     slope = max(large[1] - small[1], 0) / (large[0] - small[0])
     return max(round(large[1] + slope * (size - large[0])), 0)
 
@@ -112,7 +112,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def sum_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all tensors together."""
+    """Bytes of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors)
 
 

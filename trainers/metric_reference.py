@@ -38,14 +38,14 @@ DRIFT: Mapping[str, Reference] = {
     "importance_ratio/max": Reference("largest r", "max"),
     "clip_fraction": Reference("share of tokens with r outside [0.8, 1.2]", "max"),
 }
-"""Of a comparison of logprobs, below a prefix that says whose."""
+"""Metrics of a comparison of logprobs, below a prefix that says whose."""
 
 ROUTED: Mapping[str, Reference] = {
     "rerouted_tokens": Reference(
         "in a mixture of experts, tokens whose experts differ in some layer", "max"
     ),
 }
-"""The same, of sparse models alone."""
+"""Metrics of such a comparison in sparse models alone."""
 
 METRICS: Mapping[str, Mapping[str, Reference]] = {
     "Reward": {
@@ -202,7 +202,7 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
 
 
 def references() -> Iterator[tuple[str, Reference]]:
-    """All of them by name, exact names before patterns."""
+    """All metrics by name, exact names before patterns."""
     found = [item for section in METRICS.values() for item in section.items()]
     yield from sorted(found, key=lambda item: "*" in item[0])
 

@@ -273,7 +273,8 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
 
 @contextmanager
 def _bars(wanted: bool) -> Iterator[None]:
-    """Without them: transformers' progress bars would stand before the first line of a run."""
+    """Hide transformers' progress bars inside the block unless they are `wanted`: they would stand
+    before the first line of a run."""
     enabled = logging.is_progress_bar_enabled()
     if not wanted:
         logging.disable_progress_bar()

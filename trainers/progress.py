@@ -25,10 +25,10 @@ class Progress:
     """Whether the first step also compiles kernels and captures graphs, on a GPU."""
     listener: Callable[[str], None] | None = None
     starting: Callable[[str], None] | None = None
-    """Given the phases before the first step."""
+    """Called with the phases before the first step."""
     clock: Callable[[], float] = perf_counter
     notice: str = ""
-    """Said with all that is told from now on."""
+    """A text that is told with all that follows."""
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _done: int = 0
     _step: int = 0
@@ -41,7 +41,7 @@ class Progress:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around a step."""
+        """Time the step inside the block."""
         self._step, self._since = step, self.clock()
         yield
         self._done += 1
@@ -50,7 +50,7 @@ class Progress:
         self._seconds.append(self.clock() - self._since)
 
     def tell(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """So much of a phase of the step is done; 0 of 0 where that is not counted."""
+        """Say how much of a phase of the step is done; 0 of 0 where that is not counted."""
         if self.listener is None:
             return
         share = f" {done}/{total}" if total else ""
@@ -63,7 +63,7 @@ class Progress:
         self.listener(", ".join([*parts, self.notice] if self.notice else parts))
 
     def seconds_left(self) -> float | None:
-        """Of the whole run, by the last steps; None in the first one."""
+        """Seconds that the whole run still takes, by the last steps; None in the first one."""
         if not self._seconds:
             return None
         mean = fmean(self._seconds)
@@ -72,7 +72,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 40 s, 12 min, 3 h 05 min."""
+    """A duration as people say it: 40 s, 12 min, 3 h 05 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

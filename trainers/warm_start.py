@@ -18,11 +18,11 @@ from rl_consistency.trainers.data.prompts import PromptSet, encode_targets
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.strategy import Strategy
 
-Progress = Callable[[int, int, float], None]
+WarmStartReport = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
 
 
-def fifths_told(announce: Callable[[str], None]) -> Progress:
+def fifths_told(announce: Callable[[str], None]) -> WarmStartReport:
     """Tells in one line when another fifth of the steps is done."""
 
     def progress(done: int, total: int, loss: float) -> None:
@@ -51,7 +51,7 @@ def warm_start(
     ranks: Strategy,
     *,
     seed: int,
-    progress: Progress | None = None,
+    progress: WarmStartReport | None = None,
 ) -> float:
     """Train a patched policy on target tokens by maximum likelihood, mean over those of a batch.
 

@@ -56,7 +56,7 @@ def attention_forward(
 def attention_backward(
     bench: Machine, length: int, batch: int, heads: str, head_dim: int = HEAD_DIM
 ) -> dict[str, Any]:
-    """The gradients of the same."""
+    """The gradients of causal self-attention over packed sequences of one length."""
     layout, leaves = _packed(bench, heads, length, batch, head_dim)
     q, k, v = (x.requires_grad_() for x in leaves)
     do = torch.randn_like(q)
@@ -145,5 +145,6 @@ def _bytes(*tensors: Tensor) -> float:
 
 
 def _operations(q: Tensor, length: int) -> float:
-    """Of the causal forward over sequences of a length: two products over half of the square."""
+    """Operations of the causal forward over sequences of a length: two products over half of the
+    square."""
     return 2.0 * q.numel() * length

@@ -64,13 +64,13 @@ def _race(case: Op, backward: bool, bench: Machine, tokens: int, width: int) -> 
 
 
 def _cotangent(y: Tensor) -> Tensor:
-    """The same values for every contestant."""
+    """A gradient of y, with the same values for every contestant."""
     generator = torch.Generator(y.device).manual_seed(0)
     return torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
 
 
 def _eager_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As the Hugging Face models write it."""
+    """RMSNorm as the Hugging Face models write it."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * wide.to(x.dtype)

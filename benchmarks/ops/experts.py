@@ -35,7 +35,7 @@ BATCHED_BYTES = 16 << 30
 
 
 class Weights(NamedTuple):
-    """Those of a layer's experts."""
+    """Weights of a layer's experts."""
 
     gate_up: Tensor  # [E, 2I, H]
     down: Tensor  # [E, H, I]
@@ -75,7 +75,7 @@ def by_grouped(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
 
 
 def by_batched(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
-    """The same by a product for each pair, with the weights of its expert copied out.
+    """The whole work by a product for each pair, with the weights of its expert copied out.
     ValueError where these are many."""
     copied = routing.expert_ids.numel() * weights.bytes_per_expert
     if copied > BATCHED_BYTES:

@@ -68,7 +68,7 @@ def product(
 def tuned_product(
     layout: str, bench: Machine, m: int, n: int, k: int, graph_rows: int = GRAPH_ROWS
 ) -> dict[str, Any]:
-    """The same once `tune` measured this product's bucket of rows, as it does for a policy."""
+    """`product` once `tune` has measured its bucket of rows, as it does for a policy."""
     bucket = rows_bucket(m)
     largest, fewer = (
         products.product(bench.device, layout, rows, n, k, torch.bfloat16, torch.bfloat16)

@@ -66,7 +66,8 @@ def op_suites() -> Suites:
 
 
 def random_op_suites(seed: int) -> Suites:
-    """The same ops at shapes drawn by a seed; products in graphs whatever their rows."""
+    """Ops against their stock counterparts at shapes drawn by a seed; products in graphs whatever
+    their rows."""
     drawn = [shape for band in BANDS for shape in draw_products(seed, 12, band)]
     graph_rows = BANDS[-1][1]
     products, tuned = (
@@ -177,6 +178,6 @@ def _accuracy(dtype: torch.dtype, size: OpShapes, bench: Machine) -> dict[str, A
 
 
 def _highest(values: Iterable[float]) -> float:
-    """NaN if one is."""
+    """The highest value, or NaN if one is."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -36,7 +36,8 @@ ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-"""Of vLLM's processes: no network, and no kernels that are compiled by a CUDA toolkit."""
+"""Environment of vLLM's processes: no network, and no kernels that are compiled by a CUDA
+toolkit."""
 
 
 @dataclass(frozen=True)

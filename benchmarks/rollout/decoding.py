@@ -159,7 +159,7 @@ def steady_window(model: Any, workload: Workload, bench: Machine, **settings: An
 def steady_generation(
     model: Any, workload: Workload, bench: Machine, **settings: Any
 ) -> tuple[list[list[int]], Window]:
-    """The same, and the sequences, each a prompt and what was decoded behind it."""
+    """Sequences of a workload, each a prompt and what was decoded behind it; their steady state."""
     engine = engine_for(model, workload, **settings)
     prompts = workload.prompts("steady", model.config.vocab_size)
     sampling = requests(workload.lengths())

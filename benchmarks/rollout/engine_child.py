@@ -34,7 +34,7 @@ NOT_REDRAWN = (
 
 
 def redraw(model: Any) -> None:
-    """The same kind of weights on both sides: matrices N(0, 0.02), norms 1, biases 0."""
+    """Draw weights of the same kind on both sides: matrices N(0, 0.02), norms 1, biases 0."""
     # vLLM pickles this function into another process, so that it imports for itself.
     torch = import_module("torch")
     generator = None
@@ -139,7 +139,7 @@ class Vllm:
         return time.perf_counter() - began, found
 
     def statistics(self) -> dict[str, int]:
-        """Nothing: its log holds its own."""
+        """No statistics: vLLM's log holds its own."""
         return {}
 
     @staticmethod

@@ -48,6 +48,7 @@ def experts_hit(model: Any, sequences: Sequence[Sequence[int]], new_tokens: int)
 
 
 def evenly_hit(config: Any, num_sequences: int) -> float:
-    """The same of one layer, if routing were even and tokens independent of each other."""
+    """The distinct experts that a decode step would meet in one layer, if routing were even and
+    tokens independent of each other."""
     experts = num_experts(config)
     return experts * (1 - (1 - config.num_experts_per_tok / experts) ** num_sequences)

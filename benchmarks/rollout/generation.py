@@ -105,7 +105,7 @@ class Window:
     tokens: int
     seconds: float
     tokens_before: int
-    """Generated before the window."""
+    """Tokens generated before the window."""
     idle_share: float | None
     """See the function of this name."""
 
@@ -132,12 +132,12 @@ class Generation:
 
     @property
     def new_tokens_per_second(self) -> float:
-        """Prefill included."""
+        """New tokens in a second of the whole `generate`, prefill included."""
         return sum(len(c.token_ids) for c in self.completions) / self.seconds
 
     @property
     def first_token_seconds(self) -> float:
-        """Until the first token of any sequence is known."""
+        """Seconds until the first token of any sequence is known."""
         return next(tick.seconds for tick in self.ticks if tick.tokens)
 
     @property
@@ -154,7 +154,7 @@ class Generation:
         )
 
     def decoding(self) -> Window:
-        """From the end of the prefill to the end."""
+        """The window from the end of the prefill to the last tick."""
         return self.window(self.prefill_end, len(self.ticks) - 1)
 
     def steady(self, skip: int) -> Window:
@@ -167,7 +167,7 @@ class Generation:
         return self.window(first, last)
 
     def window(self, first: int, last: int) -> Window:
-        """From tick `first` to tick `last`; RuntimeError where no step lies between them."""
+        """The window from tick `first` to tick `last`; RuntimeError where no step lies between."""
         if last <= first:
             raise RuntimeError(f"no steps to measure between ticks {first} and {last}")
         start, end = self.ticks[first], self.ticks[last]

@@ -43,7 +43,7 @@ WORKS = (
     Workload.equal(1, 1, 512, 256),
     Workload.equal(256, 1, 512, 1024),
 )
-"""In the order in which they are measured; the longest last, as time may run out."""
+"""Workloads in the order in which they are measured; the longest last, as time may run out."""
 
 MAX_NUM_SEQS = 256
 START_SECONDS, ANSWER_SECONDS = 300.0, 180.0
@@ -59,7 +59,7 @@ class Found:
 
     seconds: dict[Workload, float] = field(default_factory=dict)
     preemptions: dict[Workload, int] = field(default_factory=dict)
-    """Of a work's last run, where the engine counts them."""
+    """Preemptions in a work's last run, where the engine counts them."""
     dependent: float | None = None
     about: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
@@ -125,7 +125,7 @@ class SideBySide:
         return figures
 
     def _measure(self, device: torch.device) -> None:
-        """All engines, one after the other; a failure keeps what came before it."""
+        """Measure all engines, one after the other; a failure keeps what came before it."""
         if device.type == "cuda":
             release_memory()
         for way in self._ways:
@@ -221,7 +221,7 @@ def _tokens(workload: Workload) -> int:
 
 
 def work_name(workload: Workload) -> str:
-    """What a row calls it."""
+    """Name of a workload in a row."""
     if workload.longest == 1:
         return "prefill"
     return "generate" if workload.shortest == workload.longest else "generate, joining"

@@ -52,7 +52,7 @@ class Workload:
 
     @property
     def shape(self) -> dict[str, int]:
-        """As a row's shape names it."""
+        """Sizes of the workload, as a row's shape names them."""
         return {
             "sequences": self.sequences,
             "group": self.group_size,
@@ -115,7 +115,7 @@ class DecodeBytes:
     """
 
     weights: int
-    """Of one step, without experts."""
+    """Weights that one step reads, without experts."""
     per_token: int
     """Keys and values of one token in all layers."""
     per_expert: int = 0
@@ -123,7 +123,7 @@ class DecodeBytes:
 
     @classmethod
     def of(cls, model: Any) -> DecodeBytes:
-        """Those of a causal LM."""
+        """The bytes that decoding with a causal LM must read."""
         table = model.get_input_embeddings().weight
         weights = sum(p.nbytes for p in model.parameters())
         if table is not model.get_output_embeddings().weight:

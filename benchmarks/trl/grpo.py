@@ -163,7 +163,7 @@ class _Clock:
         trainer.add_callback(_Steps(self))
 
     def begin(self) -> None:
-        """At the start of an optimizer step."""
+        """Note the start of an optimizer step."""
         self._start, self._observed = finished_seconds(self._device), 0.0
 
     def _generated(self, *given: Any) -> Any:
@@ -175,7 +175,7 @@ class _Clock:
         return found
 
     def end(self) -> None:
-        """At the end of one."""
+        """Keep the times of an optimizer step that ends, and its peak."""
         end = finished_seconds(self._device)
         step = {"step": end - self._start, "training": end - self._trained_from}
         self._phases.append({**step, "monitor": self._observed / step["step"]})
@@ -197,7 +197,7 @@ class _Clock:
             yield
 
     def medians(self, check_every: int | None) -> dict[str, Any]:
-        """Of the steps behind the warm-up that end without a check."""
+        """Median times of the steps behind the warm-up that end without a check, and the peak."""
         counted = self._phases[min(WARM_UP, len(self._phases) - 1) :]
         if check_every:
             unchecked = [p for i, p in enumerate(self._phases) if i % check_every]
@@ -224,7 +224,7 @@ def variety(completions: list[str], **columns: Any) -> list[float | None]:
 
 
 def variety_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> Any:
-    """The same, as a recipe calls it."""
+    """`variety`, as a recipe calls it."""
     return variety(completions)
 
 

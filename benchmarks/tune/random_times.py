@@ -31,7 +31,7 @@ class Timed:
     library_us: float
     """The vendor's product; of a fold, and the addition to the gradient."""
     us: dict[str, float]
-    """By name of the schedule."""
+    """Name of the schedule -> its time."""
 
     @property
     def fitted(self) -> bool:

@@ -49,11 +49,6 @@ def normal(device: torch.device, *shape: int) -> Tensor:
     return values
 
 
-def _normals(device: torch.device, *shapes: Sequence[int]) -> Callable[[], tuple[Tensor, ...]]:
-    """Makes operands of these shapes."""
-    return lambda: tuple(normal(device, *shape) for shape in shapes)
-
-
 def _work(
     op: str, sizes: str, shape: Sequence[Any], operands: Callable[[], tuple[Tensor, ...]],
     schedules: Sequence[Any], call: Op, picked: Any, **others: Op,

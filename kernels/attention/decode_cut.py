@@ -30,11 +30,11 @@ class Cut:
 
     whole: int
     programs: int
-    """Of the launch; at least one for each tile."""
+    """Programs of the launch; at least one for each tile."""
 
     @classmethod
     def even(cls, tiles: int, programs: int) -> Cut:
-        """`programs` for every tile."""
+        """A cut with `programs` for every tile."""
         return cls(tiles, tiles) if programs == 1 else cls(0, tiles * programs)
 
     def check(self, tiles: int) -> None:

@@ -103,7 +103,7 @@ class AttentionLayout:
     most_queries: int = field(default=0, init=False, repr=False, compare=False)
     longest_context: int = field(default=0, init=False, repr=False, compare=False)
     mean_context: int = field(default=0, init=False, repr=False, compare=False)
-    """Rounded up; 0 without sequences."""
+    """Mean number of keys of a sequence, rounded up; 0 without sequences."""
     _kept: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

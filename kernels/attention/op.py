@@ -113,7 +113,7 @@ def attention_paged(
     new: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same attention, without gradient, of keys and values in a layer's paged cache.
+    """`attention_varlen` over keys and values in a layer's paged cache, without gradient.
 
     `q` [T, H, D] belongs to the new tokens; `paged.write` must have stored their keys and values.
     If these are given as `new`, [T, Hkv, D] each, sequences without a past read them there. o goes

@@ -26,7 +26,7 @@ class SharedRun:
     first: int
     count: int  # sequences, 2 to `MOST_SHARERS`
     keys: int
-    """All of them before the first query of each sequence."""
+    """Number of shared keys; all stand before the first query of each sequence."""
 
 
 @dataclass(frozen=True, eq=False)

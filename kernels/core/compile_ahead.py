@@ -141,7 +141,7 @@ class _Collector:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """In the block, this thread's launches are noted instead."""
+        """Inside the block note this thread's launches instead of running them."""
         run, launch = JITFunction.run, Remembered.launch
         seen: set[tuple[Any, ...]] = set()
         device = torch.cuda.current_device()

@@ -22,7 +22,7 @@ class ReductionOrder:
     """Pseudocode of the order and the rounding points on a CPU. It is precise enough to write
     another schedule from."""
     cuda: str | None = None
-    """The same on CUDA; None if both devices share one order."""
+    """Pseudocode of the order and the rounding points on CUDA; None if both devices share one."""
 
     def on(self, device_type: str) -> str:
         """The pseudocode for `cpu` or `cuda`."""

@@ -23,7 +23,7 @@ ALIGNMENT = 256
 """Bytes. Addresses that differ in this respect share no compiled kernel; Triton asks for 16."""
 
 MOST_REMEMBERED = 4096
-"""Sets of arguments per kernel. Row counts of a long run are many; then all are forgotten."""
+"""Most sets of arguments per kernel. Row counts of a long run are many; then all are forgotten."""
 
 _INT32 = range(-(2**31), 2**31)
 
@@ -95,7 +95,7 @@ def enter_context(device: int) -> None:
 
 
 def by_type(kernel: JITFunction[Any]) -> list[bool]:
-    """Of each parameter, whether numbers of one type share a compiled kernel."""
+    """For each parameter, whether numbers of one type share a compiled kernel."""
     return [parameter.do_not_specialize for parameter in kernel.params]
 
 

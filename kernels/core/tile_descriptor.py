@@ -38,7 +38,7 @@ def tile_descriptor(
 def gluon_descriptor(
     x: Tensor, box: Sequence[int], shape: Sequence[int], strides: Sequence[int], layout: Any
 ) -> Any:
-    """The same for Gluon; `layout` is the shared layout of a box."""
+    """A descriptor of x for Gluon; `layout` is the shared layout of a box."""
     made = object.__new__(hopper.TensorDescriptor)
     made.base, made.block_shape, made.layout = x, list(box), layout
     made.shape, made.strides = list(shape), list(strides)

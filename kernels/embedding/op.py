@@ -99,5 +99,5 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding_reference(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """The same gather in fp64, for accuracy tests only."""
+    """The gather of `embedding` in fp64, for accuracy tests only."""
     return weight.double()[token_ids]

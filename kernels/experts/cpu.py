@@ -157,7 +157,7 @@ def fold_gate_up(
 def fold_down(
     buffer: Tensor, dy: Tensor, weighted: Tensor, routed: RoutedRows, fresh: bool
 ) -> None:
-    """The same for [E, H, I]."""
+    """Continue `buffer` [E, H, I] over the runs; a `fresh` buffer counts as all zero."""
     fold_runs(buffer, dy[routed.rows], weighted, routed, fresh)
 
 

@@ -63,7 +63,10 @@ def experts_fwd(
     activation: str,
     recorded: bool,
 ) -> tuple[Tensor, Tensor, RoutedRows]:
-    """y [R, H]; gate and up of each pair, empty unless `recorded`; the pairs."""
+    """y [R, H]; gate and up of each pair; the pairs.
+
+    Gate and up are empty unless they are `recorded` or the library computed them.
+    """
     numbers = layout.tables(x.device)
     starts, lens = numbers.query_start, numbers.tokens
     experts = len(gate_up)
@@ -131,6 +134,6 @@ def fold_gate_up(
 def fold_down(
     buffer: Tensor, dy: Tensor, weighted: Tensor, routed: RoutedRows, fresh: bool
 ) -> None:
-    """The same for [E, H, I]."""
+    """Continue `buffer` [E, H, I] over the runs; a `fresh` buffer counts as all zero."""
     runs = routed.runs
     expert_fold_op(buffer, dy, weighted, runs.places, runs.rows, runs.first, True, fresh)

@@ -203,7 +203,7 @@ def experts_reference(
     down: Tensor,
     activation: str = "silu",
 ) -> Tensor:
-    """The same in fp64 where every row has a sequence, for accuracy tests only."""
+    """`experts` in fp64 where every row has a sequence, for accuracy tests only."""
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in range(gate_up.shape[0]):
         weight = (weights.double() * (expert_ids == expert)).sum(-1, keepdim=True)

@@ -162,7 +162,8 @@ def gate_up_kernel(
     TALL_M: tl.constexpr, TALL_N: tl.constexpr, TALL_K: tl.constexpr, TALL_STAGES: tl.constexpr,
     GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """As `product_kernel`, one tile of the gated activation."""
+    """One tile of one expert's gated activation: a tall one, or a short one for at most BLOCK_M
+    pairs."""
     if OVERLAP:
         # Nothing is read before the kernel ahead is done.
         gdc_wait()

@@ -35,10 +35,10 @@ class ProductSchedule:
     """How a product of experts is cut into programs; it changes no bit."""
 
     short: Schedule
-    """Of a tile with at most `short.block_m` rows."""
+    """Schedule of a tile with at most `short.block_m` rows."""
     tall: Schedule
-    """Of the others; with as many warps, of the same kind, and with at least as many columns. It is
-    `short` where all tiles are alike."""
+    """Schedule of the other tiles; with as many warps, of the same kind, and with at least as many
+    columns. It is `short` where all tiles are alike."""
     mean: int = 0
     """Rows of an expert at even routing, up to which the rule picks it."""
 
@@ -55,7 +55,7 @@ class ProductSchedule:
 
     @property
     def kind(self) -> str:
-        """That of both tiles."""
+        """Kind of both tiles."""
         return self.short.kind
 
     def tiles(self, rows: int) -> tuple[Schedule, Schedule]:
@@ -75,7 +75,7 @@ PRODUCTS = _table(
         "pointer-128x128x64-w8-s3": 128,
     }
 )
-"""For bf16 and fp16, with the `mean` of each; the last one is also for more rows."""
+"""Schedules for bf16 and fp16, with the `mean` of each; the last one is also for more rows."""
 
 PRODUCTS_TMA = _table(
     {
@@ -84,7 +84,7 @@ PRODUCTS_TMA = _table(
         "tma-128x128x64-w8-s4": 128,
     }
 )
-"""The same with copies by descriptor: of the weights, and of rows that stand by pair. On an H200,
+"""`PRODUCTS` with copies by descriptor: of the weights, and of rows that stand by pair. On an H200,
 short tiles of 32 rows and tall ones of 128 were slower in nearly every routing."""
 
 GATE_UP = _table(
@@ -94,7 +94,7 @@ GATE_UP = _table(
         "pointer-128x64x64-w8-s3": 128,
     }
 )
-"""As `PRODUCTS`, for gate and up: two weight tiles per stage."""
+"""Schedules as in `PRODUCTS`, for gate and up: two weight tiles per stage."""
 
 GATE_UP_TMA = _table(
     {
@@ -103,7 +103,7 @@ GATE_UP_TMA = _table(
         "tma-128x128x64-w8-s3": 128,
     }
 )
-"""As `PRODUCTS_TMA`, for gate and up."""
+"""Schedules as in `PRODUCTS_TMA`, for gate and up."""
 
 PRODUCTS_FP32 = _table(
     {
@@ -112,21 +112,21 @@ PRODUCTS_FP32 = _table(
         f"pointer-64x32x{FP32_STEP}-w4-s3": 64,
     }
 )
-"""For both in fp32."""
+"""Schedules of products, and of gate and up, in fp32."""
 
 BLOCK_STEPS = 64
 """Steps of a run that a program loads at once, at most."""
 
 FOLDS_TMA = tuple(s for s in DENSE_FOLDS if s.block_t <= BLOCK_STEPS and s.tile != (192, 256))
-"""For gradients of bf16 and fp16 operands whose rows are copied out in the order of the runs. The
-largest tile would not fit the registers."""
+"""Schedules for gradients of bf16 and fp16 operands whose rows are copied out in the order of the
+runs. The largest tile would not fit the registers."""
 
 FOLDS = (
     FoldSchedule(kind="pointer", block_n=128, block_k=128, block_t=64, warps=8, stages=4),
     FoldSchedule(kind="pointer", block_n=128, block_k=64, block_t=64, warps=4, stages=4),
     *NARROW_FOLDS,
 )
-"""For operands read where they lie."""
+"""Schedules for operands read where they lie."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def _sigmoid_gated(x: Tensor, z: Tensor, slope: Tensor | float) -> tuple[Tensor,
 
 
 def glu_reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """The same formula in fp64, for accuracy tests only."""
+    """The formula of `glu` in fp64, for accuracy tests only."""
     wide = gate.double()
     if activation == "silu":
         return F.silu(wide) * up.double()

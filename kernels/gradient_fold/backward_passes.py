@@ -59,7 +59,7 @@ class BackwardPasses:
         self._latest = -1
         """The number that autograd gave the op which folded last."""
         self._end: weakref.ref[_End] | None = None
-        """Of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
+        """End of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
         self._closed = False
 
     def watch(self, gradient: Gradient) -> None:
@@ -206,7 +206,7 @@ def accumulates_gradient(ctx: Any, parameter: Tensor) -> bool | None:
 
 
 def adds_to_gradient(node: Any) -> bool | None:
-    """The same of a trained parameter whose gradient goes to `node` of autograd."""
+    """`accumulates_gradient` of a trained parameter whose gradient goes to `node` of autograd."""
     try:
         return torch._C._will_engine_execute_node(node) or None
     except RuntimeError:  # torch's answer for a leaf that autograd.grad asks for

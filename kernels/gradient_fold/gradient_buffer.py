@@ -354,7 +354,7 @@ class _Gradient:
         self._op = -1
         """The number that autograd gave the op which folded last."""
         self._version = self._ready = -1
-        """Of `.grad`: as it was before the pass, and once its values are in what autograd takes."""
+        """Versions of `.grad`: before the pass, and once its values are in what autograd takes."""
         self._hooked = self._in_place = False
 
 

@@ -54,7 +54,7 @@ class Resumed:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """The gradient and what it is the sum of."""
         return [x for x in (self.gradient, self.first, self.second) if x is not None]
 
     @property

@@ -67,7 +67,7 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """As files and reports spell it: `tma-128x256x64-w8-s3-n64-persistent` is the kind, the
+        """The name in files and reports: `tma-128x256x64-w8-s3-n64-persistent` is the kind, the
         blocks N x K x tokens, warps, stages, extra output features, and flags."""
         flags = [f"n{self.extra_n}"] * bool(self.extra_n) + [f"k{self.extra_k}"] * bool(
             self.extra_k
@@ -127,7 +127,8 @@ WIDE = (
     _pointer(64, 64, FP32_STEP, 4, 2, resident=2, step_us=0.097, shared_us=0.097),
     _pointer(32, 32, FP32_STEP, 4, 2, resident=4, step_us=0.048, shared_us=0.048),
 )
-"""For fp32 operands: small tiles of fused multiply-adds, as matrix units have no IEEE fp32."""
+"""Schedules for fp32 operands: small tiles of fused multiply-adds, as matrix units have no IEEE
+fp32."""
 
 LAUNCH_US = 1.7
 """Starting the kernel."""

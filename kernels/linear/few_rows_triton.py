@@ -116,7 +116,8 @@ def gate_up_glu_pointer_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The same by pointers; rows of x and of the weights are contiguous."""
+    """One tile of the result, from one tile of each product; by pointers. Rows of x and of the
+    weights are contiguous."""
     if OVERLAP:
         # Nothing is read before the kernel ahead is done.
         gdc_wait()

@@ -205,6 +205,6 @@ def folded_bias(ctx: Any, dy: Tensor, bias: Tensor, buffer: GradientBuffer | Non
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same map in fp64, for accuracy tests only."""
+    """The map of `linear` in fp64, for accuracy tests only."""
     y = x.double() @ weight.double().t()
     return y if bias is None else y + bias.double()

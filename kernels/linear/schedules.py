@@ -19,7 +19,7 @@ QKV = table_of(
     "pointer-64x32x128-w4-s3",
     "pointer-64x64x64-w4-s4",
 )
-"""For `few_rows_triton.qkv_fwd` in bf16 and fp16."""
+"""Schedules of `few_rows_triton.qkv_fwd` in bf16 and fp16."""
 
 GATE_UP = table_of(
     "tma-16x16x256-w4-s4",
@@ -33,10 +33,10 @@ GATE_UP = table_of(
     "pointer-32x32x128-w4-s4",
     "pointer-64x32x64-w4-s4",
 )
-"""For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16: two weight tiles per stage."""
+"""Schedules of `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16: two weight tiles per stage."""
 
 FEW_ROWS_FP32 = table_of(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP32_STEP}-w4-s3")
-"""For both fused products in fp32."""
+"""Schedules of both fused products in fp32."""
 
 FUSED_ROWS, MOST_FUSED_ROWS = 64, 256
 """Up to so many rows one launch computes q, k and v, or gate, up and GLU: of any weights, and of

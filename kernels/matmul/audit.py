@@ -50,7 +50,7 @@ class AuditReport:
     differing: int
     """Sampled elements that differed; anything but 0 breaks the promise."""
     found: int
-    """Of `differing`, those found since the last report."""
+    """Part of `differing` that was found since the last report."""
     struck: list[str]
     """Names of the products that lost their certificate or their winner, in order of withdrawal."""
     struck_schedules: list[str] = field(default_factory=list)

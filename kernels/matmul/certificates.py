@@ -31,7 +31,7 @@ from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.grid import next_power_of_2
 
 FOLDER = "certificates"
-"""In the cache directory; it is the user's alone (mode 0700)."""
+"""Name of the folder in the cache directory; it is the user's alone (mode 0700)."""
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -137,7 +137,8 @@ class Certificates:
     def of_device(
         cls, device: torch.device, what: str, compare: Callable[[Key, int], int]
     ) -> Certificates:
-        """Those of `what`, a part of the file's name, on a device with the installed versions."""
+        """Certificates of `what`, a part of the file's name, on a device with the installed
+        versions."""
         identity = identity_of(device)
         path = cache_file(what, identity)
         return cls(path and path.parent / FOLDER / path.name, identity, compare)
@@ -265,7 +266,7 @@ class Certified:
 
     @property
     def name(self) -> str:
-        """The key's."""
+        """Name of the key."""
         return self.key.name
 
     def strike(self, reason: str) -> None:

@@ -19,7 +19,7 @@ MEMORY = 3.33e6
 """Bytes from memory in a microsecond."""
 
 OPERAND_BYTES = 2
-"""Of one element in bf16 and fp16. Products in fp32 are not picked by cost."""
+"""Bytes of one element in bf16 and fp16. Products in fp32 are not picked by cost."""
 
 TILE_US = 0.9
 """Filling the pipeline of a tile and storing the result."""

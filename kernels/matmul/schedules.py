@@ -98,7 +98,7 @@ LARGE = table_of(
     "tma-128x128x64-w8-s4-persistent",
     "tma-128x128x64-w4-s4-persistent",
 )
-"""For many rows: bound by the matrix units."""
+"""Schedules for many rows: bound by the matrix units."""
 
 MEDIUM = table_of(
     "tma-128x128x128-w8-s3",
@@ -108,7 +108,7 @@ MEDIUM = table_of(
     "tma-64x256x64-w4-s4",
     "tma-64x64x128-w4-s5",
 )
-"""For a few hundred rows: tiles small enough to keep all multiprocessors busy."""
+"""Schedules for a few hundred rows: tiles small enough to keep all multiprocessors busy."""
 
 DECODE = table_of(
     "tma-16x32x256-w4-s6",
@@ -133,7 +133,7 @@ DECODE = table_of(
     "tma-64x128x128-w4-s4-swap",
     "tma-64x128x128-w4-s4-swap-overlap",
 )
-"""For few rows: bound by reading the weight once."""
+"""Schedules for few rows: bound by reading the weight once."""
 
 POINTER = table_of(
     "pointer-16x32x256-w4-s4",
@@ -142,7 +142,7 @@ POINTER = table_of(
     "pointer-64x64x64-w4-s4",
     "pointer-128x128x32-w8-s4",
 )
-"""For any GPU from sm_80 on, and for operands that no descriptor can address."""
+"""Schedules for any GPU from sm_80 on, and for operands that no descriptor can address."""
 
 DESCRIBED = LARGE + MEDIUM + DECODE
 
@@ -154,7 +154,8 @@ POINTER_FP32 = table_of(
     f"pointer-64x64x{FP32_STEP}-w8-s3",
     f"pointer-128x64x{FP32_STEP}-w8-s3",
 )
-"""For fp32, which no matrix unit multiplies exactly: fused multiply-adds, one step at a time."""
+"""Schedules for fp32, which no matrix unit multiplies exactly: fused multiply-adds, one step at a
+time."""
 
 TRITON_ROWS = 16
 """The most rows for which the vendor library is never preferred: one tile holds them all, so a

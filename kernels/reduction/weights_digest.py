@@ -34,7 +34,7 @@ from torch import Tensor
 WORD_BYTES = 4
 
 MAX_BYTES = WORD_BYTES << 32
-"""An index has 32 bits."""
+"""Most bytes of a tensor: an index has 32 bits."""
 
 CPU_CHUNK = 1 << 16
 """Words that a CPU mixes at a time; they fit its cache."""

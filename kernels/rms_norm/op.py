@@ -171,6 +171,6 @@ def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tens
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same formula in fp64, for accuracy tests only."""
+    """The formula of `rms_norm` in fp64, for accuracy tests only."""
     wide = x.double()
     return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()

@@ -69,7 +69,7 @@ BACKWARD: dict[int, Schedule] = {
     8192: Schedule(16, split=2),
     16384: Schedule(16, split=2),
 }
-"""The same for the wide kernel of the backward pass."""
+"""Row width, rounded up to a power of two -> schedule of the wide kernel of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class NarrowSchedule:
 
 
 NARROW = NarrowSchedule(rows=4, loops=4, registers=128)
-"""For q/k-norm; measured with 8 and 16 heads of 128 elements."""
+"""Schedule for q/k-norm; measured with 8 and 16 heads of 128 elements."""
 
 NARROW_WIDTH = 256
 """Widest row of the narrow kernel."""

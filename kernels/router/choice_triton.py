@@ -105,7 +105,10 @@ def _choose_fake(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
 def choose_fwd(
     logits: Tensor, top_k: int, normalize: bool, schedule: Schedule | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [R, E] fp32: ids, weights [R, k], and probabilities unless they are normalized."""
+    """Choose experts by logits [R, E] fp32.
+
+    Returns ids, weights [R, k], and probabilities unless they are normalized.
+    """
     ids, weights, p = _choose_fake(logits, top_k, normalize)
     rows, experts = logits.shape
     if rows:

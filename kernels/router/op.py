@@ -148,8 +148,10 @@ class RouterFunction(torch.autograd.Function):
 
 
 def choose(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of fp32 logits [R, E] on a CPU: expert_ids [R, k] int32, weights [R, k], probabilities
-    [R, E] fp32."""
+    """Choose experts by fp32 logits [R, E] on a CPU.
+
+    Returns expert_ids [R, k] int32, weights [R, k] and probabilities [R, E] fp32.
+    """
     # Of equal values a stable sort keeps the order of the ids.
     order = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.sort(dim=-1, descending=True, stable=True).indices
@@ -184,7 +186,7 @@ def logit_gradients(
 def route_reference(
     x: Tensor, weight: Tensor, top_k: int, *, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same in fp64, for accuracy tests only."""
+    """`route` in fp64, for accuracy tests only."""
     p = (x.double() @ weight.double().t()).softmax(-1)
     order = p.sort(dim=-1, descending=True, stable=True).indices
     expert_ids = order[:, :top_k].sort(dim=-1).values

@@ -29,7 +29,7 @@ class SamplingRows:
         min_p: float = 0.0,
         device: torch.device | str = "cpu",
     ) -> SamplingRows:
-        """The same parameters for `count` rows; ValueError on one outside its range."""
+        """`count` rows with the same parameters; ValueError on one outside its range."""
         if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
             raise ValueError(
                 f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p "
@@ -66,7 +66,7 @@ class SamplingRows:
         return rows.knowing(**self._known)
 
     def to(self, device: torch.device | str) -> SamplingRows:
-        """The same rows on a device. The copy knows `truncates` and `unit_temperature`."""
+        """These rows on a device. The copy knows `truncates` and `unit_temperature`."""
         known = {"truncates": self.truncates, "unit_temperature": self.unit_temperature}
         rows = SamplingRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
         return rows.knowing(**known)
@@ -93,7 +93,7 @@ class SamplingRows:
 
     @property
     def _known(self) -> dict[str, bool]:
-        """Those of the two answers above that have been read."""
+        """The answers for `truncates` and `unit_temperature` that have been read."""
         names = ("truncates", "unit_temperature")
         return {name: self.__dict__[name] for name in names if name in self.__dict__}
 

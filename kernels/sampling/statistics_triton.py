@@ -46,7 +46,7 @@ ROW_SCHEDULES = {
     "4x4": RowSchedule(rows=4, blocks=4, warps=4),
     "2x16": RowSchedule(rows=2, blocks=16, warps=8),
 }
-"""By name, rows x blocks. "1x16" is in use; tests compare the others' bytes with it."""
+"""Name, rows x blocks -> schedule. "1x16" is in use; tests compare the others' bytes with it."""
 COMBINE_ROWS = 4
 SHIFT_COLUMNS = 2048
 

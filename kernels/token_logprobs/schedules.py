@@ -14,7 +14,7 @@ from rl_consistency.kernels.core.cache.tuned_schedules import chosen, work_name
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 
 UNFUSED = "unfused"
-"""In place of a schedule: write a chunk's logits to memory and read them back."""
+"""Name in the place of a schedule's: write a chunk's logits to memory and read them back."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ STATISTICS_SCHEDULES = {
     "pointer": Schedule("pointer", 128, 128, 32, 8, 3),
     "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
 }
-"""Of the forward product, whose accumulator is reduced in registers."""
+"""Schedules of the forward product, whose accumulator is reduced in registers."""
 GRADIENT_SCHEDULES = {
     "tma": Schedule("tma", 128, 256, 64, 8, 3, flatten=True),
     "tma tall": Schedule("tma", 256, 128, 64, 8, 3),
@@ -55,7 +55,7 @@ GRADIENT_SCHEDULES = {
     "pointer": Schedule("pointer", 128, 128, 32, 8, 3),
     "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
 }
-"""Of the product that backward turns into logit gradients."""
+"""Schedules of the product that backward turns into logit gradients."""
 
 
 def head_work(product: str, dtype: torch.dtype, vocabulary: int, width: int, rows: int) -> str:

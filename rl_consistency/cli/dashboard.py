@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 NAME = "rl_consistency"
-"""Of the page in wandb."""
+"""Name of the page in wandb."""
 MISSING = (
     "this needs wandb and wandb-workspaces, which are not installed: "
     "pip install 'rl-consistency[wandb]'"
@@ -92,7 +92,7 @@ def page(view: Workspace) -> dict[str, Any]:
 
 
 def _push(view: Workspace) -> str:
-    """Its address; ValueError where wandb refuses."""
+    """Save a page in wandb and return its address; ValueError where wandb refuses."""
     import wandb
 
     try:

@@ -21,7 +21,7 @@ from rl_consistency.trainers.run_directory.step_files import read_digests
 OWN = ("run.name", "run.output_dir")
 """Keys of a recipe that say which run it is."""
 MOST_LINES = 12
-"""Of a recipe or a fingerprint that differ; `--json` has all."""
+"""Most differing values of a recipe or a fingerprint that are printed; `--json` has all."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Run:
 
     directory: Path
     recipe: dict[str, str]
-    """By dotted key, as JSON."""
+    """Values of the recipe as JSON, by dotted key."""
     fingerprint: dict[str, str] | None
-    """Of its newest checkpoint; None without one."""
+    """Fingerprint of the newest checkpoint; None without one."""
     metrics: dict[int, Mapping[str, Any]]
     digests: dict[int, Mapping[str, Any]]
-    """By step; a run of an older version has none."""
+    """Digests by step; a run of an older version has none."""
 
     @property
     def updates(self) -> int:

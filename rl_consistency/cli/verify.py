@@ -32,9 +32,9 @@ TARGETS = ("model", "preset", "quick", "full", "only", "processes")
 """Options that choose what the claims are checked on."""
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_PROCESSES = 12
-"""On a GPU by default."""
+"""Most processes on a GPU by default."""
 PROCESS_BYTES = 6 * 2**30
-"""Of a GPU's memory, for each process by default: its context and some tensors."""
+"""Bytes of a GPU's memory for each process by default: its context and some tensors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ CHUNK = 1 << 22
 """Elements that are widened at a time."""
 
 _ZERO, _INFINITE, _NAN = -149, 129, 130
-"""In the place of an exponent; each outdoes those below it."""
+"""Exponents that stand for zero, an infinity and NaN: -149 is the smallest, 130 the largest."""
 
 
 def sharded_gradient_norm(

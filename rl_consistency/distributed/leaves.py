@@ -16,13 +16,14 @@ class Round:
     """One leaf of each rank, as one rank sees it."""
 
     index: int
-    """Counted from 0; all ranks have the same number of rounds."""
+    """Index of the round, counted from 0; all ranks have the same number of rounds."""
     leaf: int | None
     """The leaf that this rank computes; None if none is left for it."""
     senders: int
-    """So many ranks of this rank's inner group have a leaf: the first ones."""
+    """Number of ranks of this rank's inner group that have a leaf: the first ones."""
     groups: int
-    """So many inner groups complete a group of leaves: the first ones; 0 before its last round."""
+    """Number of inner groups that complete a group of leaves, the first ones; 0 before its last
+    round."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class OrderedSum:
         inner_size = order.inner_size(world.size, world.ranks_per_node)
         self.world = world
         self.rounds = order.rounds(world.rank, world.size, inner_size)
-        """Of each step."""
+        """Rounds of each step."""
         self._round = self.rounds[0]
         self._inner, self._across = world.split(inner_size)
         self.slice_index = self._inner.rank * self._across.size + self._across.rank
@@ -102,9 +102,14 @@ class OrderedSum:
         return self._carry.pop(key)
 
     @property
+    def round_index(self) -> int:
+        """Index of the round that takes place, counted from 0."""
+        return self._round.index
+
+    @property
     def in_last_round(self) -> bool:
         """Whether sums are complete once this round's leaves are added."""
-        return self._round.index == len(self.rounds) - 1
+        return self.round_index == len(self.rounds) - 1
 
     def by_slice(self, vector: Tensor) -> Tensor:
         """A vector whose chunks stand by rank, cut so that each rank's slice is its own chunk."""

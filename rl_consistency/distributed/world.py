@@ -39,10 +39,10 @@ class Group:
 
     ranks: range
     rank: int
-    """The place of this one among them."""
+    """The place of this rank among them."""
     timeout: timedelta = TIMEOUT
     handle: dist.ProcessGroup | None = None
-    """None in a group of one."""
+    """The process group of torch; None in a group of one."""
 
     @property
     def size(self) -> int:

@@ -58,8 +58,8 @@ class Attachment:
 
     @property
     def drift(self) -> DriftReport | None:
-        """Between generation and training, over all first updates of this process so far; None
-        before the first, and where the trainer does not generate."""
+        """Drift between generation and training, over all first updates of this process so far.
+        None before the first, and where the trainer does not generate."""
         return None if self._drift is None else self._drift.total.report
 
     @property

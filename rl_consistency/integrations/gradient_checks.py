@@ -90,7 +90,7 @@ class GradientChecks(TrainerCallback):
         self._longest = 0.0
         self._total: Counter[str] = Counter()
         self.last: GradientReport | None = None
-        """Of this process."""
+        """Report of this process's last check; None before the first."""
 
     def observe(self, input_ids: Tensor, batch: PaddedBatch, scores: LabelLogprobs) -> None:
         """Take in a micro-batch; see `LabelAnswer`."""

@@ -65,7 +65,7 @@ class MasterAdamW(torch.optim.AdamW):
                 master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's, and the masters."""
+        """AdamW's state, and the masters."""
         return {**super().state_dict(), "masters": [m.detach() for m in self._masters]}
 
     @torch.no_grad()

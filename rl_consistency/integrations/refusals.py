@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from rl_consistency.rollout.engine import RolloutEngine
 
 TRL_VERSIONS = SpecifierSet(">=1.15,<1.17")
-"""Those whose seams were read; setup.cfg names the same."""
+"""Versions of TRL whose seams were read; setup.cfg names the same."""
 
 Kind = Literal["GRPOTrainer", "RLOOTrainer", "SFTTrainer", "Trainer"]
 """Trainer classes that `attach` covers."""

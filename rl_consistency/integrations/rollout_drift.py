@@ -32,7 +32,7 @@ class _Sample(NamedTuple):
     routing: Tensor | None
 
     def cut(self, tokens: int) -> _Sample:
-        """Its first tokens."""
+        """The sample cut to its first tokens."""
         routing = None if self.routing is None else self.routing[:tokens]
         return self._replace(logprobs=self.logprobs[:tokens], routing=routing)
 
@@ -54,7 +54,7 @@ class _Compared(NamedTuple):
     sample: ScoredSample
     row: ScoredRow
     routing: tuple[Tensor | None, Tensor | None]
-    """Of both sides; None in a dense model, and of engines that do not tell it."""
+    """Routing of both sides; None in a dense model, and of engines that do not tell it."""
 
 
 class RolloutDrift(TrainerCallback):
@@ -82,7 +82,7 @@ class RolloutDrift(TrainerCallback):
 
     @property
     def total(self) -> DriftTotals:
-        """Of the first updates of this process."""
+        """Drift of the first updates of this process."""
         self._compare()
         return self._total
 

@@ -31,7 +31,7 @@ def watched_generate(generate: Any, drift: RolloutDrift, eos_token_ids: list[int
 
 
 def watched_backend(generate: Any, drift: RolloutDrift) -> Any:
-    """The same of TRL's vLLM backend, `VLLMGeneration.generate`."""
+    """TRL's `VLLMGeneration.generate`, which also hands its logprobs to the drift."""
 
     @functools.wraps(generate)
     def watched(prompts: list[list[int]], *args: Any, **arguments: Any) -> Any:

@@ -106,9 +106,12 @@ class CanonicalDecoderLayer(CanonicalModule):
         else:
             normed, total = norm.after_addition(addend, total)
         if rows is None:
-            attended, _ = self.self_attn(normed, call=call, cache_index=cache_index)
+            # By name, as the stock layer passes it: hooks tell the two apart.
+            attended, _ = self.self_attn(hidden_states=normed, call=call, cache_index=cache_index)
         else:
-            attended, _ = self.self_attn(normed, call=call, cache_index=cache_index, rows=rows)
+            attended, _ = self.self_attn(
+                hidden_states=normed, call=call, cache_index=cache_index, rows=rows
+            )
             total = total.index_select(1, rows)
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
         if not isinstance(self.mlp, CanonicalMoEBlock):

@@ -160,7 +160,7 @@ def check_config(config: PreTrainedConfig) -> None:
         found = f"num_attention_heads={heads} for num_key_value_heads={kv_heads}"
         problems.append(f"{found} (covered: a multiple of it)")
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+    if head_dim % HEAD_DIM_MULTIPLE or not 0 < head_dim <= MAX_HEAD_DIM:
         covered = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
         problems.append(f"head_dim {head_dim} (covered: {covered})")
     if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:

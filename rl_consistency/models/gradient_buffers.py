@@ -26,7 +26,7 @@ def gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, Grad
 def own_buffers(
     buffers: dict[str, GradientBuffer], name: str, module: nn.Module
 ) -> dict[str, GradientBuffer]:
-    """Those of a module's own parameters, by their names in it."""
+    """The buffers of a module's own parameters, by their names in it."""
     own = dict(module.named_parameters(recurse=False))
     return {key: buffers[f"{name}.{key}".lstrip(".")] for key in own}
 

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
-from rl_consistency.models.checkpointing import asks_for_gradients, is_checkpointed_otherwise
+from rl_consistency.models.checkpointing import is_checkpointed_otherwise
 from rl_consistency.models.copied_settings import copied_settings
+from rl_consistency.models.known_hooks import asks_for_gradients, captures_outputs
 from rl_consistency.models.modules import ADDED, CanonicalModule
 from rl_consistency.models.sharding import is_sharded, of_a_library
 
@@ -158,7 +159,7 @@ class _Comparison:
             yield "is compiled, and compiled code has other bytes on a CPU"
         uncalled = name in UNCALLED or name.endswith(ACTIVATIONS)
         hooks = [hook for kind in HOOKS for hook in own[kind].values()]
-        if not all(map(of_a_library, hooks)):
+        if not all(of_a_library(hook) or captures_outputs(hook) for hook in hooks):
             if uncalled:
                 yield "has a hook, which the patched forward would not run"
             if name.endswith(ROUTING):
@@ -210,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shapes(tensors: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
-    """Of whole tensors; ZeRO-3 keeps the shape of an emptied parameter beside it."""
+    """Shapes of whole tensors; ZeRO-3 keeps the shape of an emptied parameter beside it."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in present.items()}
 
@@ -237,8 +238,7 @@ class ForwardState(NamedTuple):
 
     hooked: bool
     """Whether any module has a hook, or a checkpointing of its own: what these read in turn cannot
-    be seen. Hooks that only mark the embedding's output as requiring gradients are not counted
-    (`asks_for_gradients`)."""
+    be seen. Hooks that change nothing are not counted (`known_hooks`)."""
     config: str
     values: tuple[object, ...]
     """Classes, attributes, hooks and identities of all modules, and the functions they call."""
@@ -272,7 +272,7 @@ class ForwardWatch:
                 values.append(own_config and repr(vars(own_config)))
             if any(rest[:_NUM_HOOKS]):
                 for hooks in rest[:_NUM_HOOKS]:
-                    seen = [key for key, hook in hooks.items() if not asks_for_gradients(hook)]
+                    seen = [key for key, hook in hooks.items() if not _changes_nothing(hook)]
                     hooked = hooked or bool(seen)
                     values += seen and (*seen, None)
             hooked = hooked or is_checkpointed_otherwise(module)
@@ -289,6 +289,10 @@ class ForwardWatch:
         if config is not None:
             values += families.functions(config)
         return ForwardState(hooked, repr(config and vars(config)), tuple(values))
+
+
+def _changes_nothing(hook: Any) -> bool:
+    return asks_for_gradients(hook) or captures_outputs(hook)
 
 
 def _version(buffer: Tensor | None) -> int:

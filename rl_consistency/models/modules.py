@@ -34,6 +34,7 @@ from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
+from rl_consistency.models.known_hooks import captures_outputs
 from rl_consistency.models.stock.attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
@@ -141,9 +142,9 @@ def is_unobserved(module: nn.Module, own_call: Any = nn.Module.__call__) -> bool
         return False
     if type(module).__call__ is not own_call or _has_any_global_hook():
         return False
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    if own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
-    return not (own["_backward_hooks"] or own["_backward_pre_hooks"])
+    return all(map(captures_outputs, own["_forward_hooks"].values()))
 
 
 def _may_fuse(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
@@ -214,7 +215,7 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     compute_default_rope_parameters: Any
     attention_scaling: float
     rope_settings: str
-    """The config's, of which the table is made."""
+    """The config's rotary settings, of which the table is made."""
     _rotary_table: Tensor | None = None
 
     def forward(

@@ -58,8 +58,9 @@ class PackedBatch:
         ValueError for no sequence or an empty one, TypeError for ids that are not integers.
         """
         tokens = np.asarray([token for sequence in sequences for token in sequence])
-        if tokens.size and tokens.dtype.kind not in "iu":
-            raise TypeError(f"token ids must be integers, got {tokens.dtype}.")
+        if tokens.size and (tokens.dtype.kind not in "iu" or tokens.ndim != 1):
+            found = tokens.dtype if tokens.ndim == 1 else f"lists of {tokens.dtype}"
+            raise TypeError(f"token ids must be integers, got {found}.")
         lens = [len(sequence) for sequence in sequences]
         tokens = tokens.astype(np.int64)
         id_range = (int(tokens.min()), int(tokens.max())) if tokens.size else None

@@ -73,7 +73,9 @@ class PatchSession:
     def __init__(self, model: nn.Module, *, captures: bool = True):
         # _SESSIONS finds the session through the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
-        self._widened: list[nn.Parameter] = []
+        self._grad_dtype: torch.dtype | None = None
+        self._widened: dict[int, nn.Parameter] = {}
+        self._followed: ForwardState | None = None  # the state that gradients' dtypes were set in
         self._passes, self._captures = BackwardPasses(), captures
         self._taken: list[_Taken] = []
         self._in_stock = False
@@ -116,7 +118,7 @@ class PatchSession:
         for _, module in restored:
             for attribute in ADDED:
                 module.__dict__.pop(attribute, None)
-        for parameter in self._widened:
+        for parameter in self._widened.values():
             restore_gradient_dtype(parameter)
         self._widened.clear()
         self._taken.clear()
@@ -187,6 +189,9 @@ class PatchSession:
         """`check`, and under gradients that no module with trained weights is at two places."""
         state = self.check()
         if torch.is_grad_enabled():
+            if state is not self._followed:  # a cast takes the dtype of gradients along
+                self._set_gradient_dtype(self._grad_dtype)
+                self._followed = state
             for name, other, module in self._shared:
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
                     raise UnsupportedModelError(
@@ -283,15 +288,15 @@ class PatchSession:
     def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype not in (None, torch.float32):
             raise ValueError(f"grad_dtype is {dtype}; it is torch.float32 or None.")
-        for name, parameter in self.model.named_parameters():
-            if dtype is None or parameter.grad_dtype == dtype:  # pyright: ignore[reportAttributeAccessIssue]
-                continue
+        for name, parameter in self.model.named_parameters() if dtype is not None else ():
             if parameter.grad is not None and parameter.grad.dtype != dtype:
                 raise ValueError(
                     f"{name} has a gradient in {parameter.grad.dtype}, and grad_dtype is {dtype}. "
-                    "Call optimizer.zero_grad(set_to_none=True) before patch()."
+                    "Call optimizer.zero_grad(set_to_none=True) first."
                 )
-            self._widened.append(parameter)
+            if parameter.grad_dtype == dtype:  # pyright: ignore[reportAttributeAccessIssue]
+                continue
+            self._widened[id(parameter)] = parameter
             parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     def _configure(self, config: Any, module: nn.Module) -> None:
@@ -344,6 +349,7 @@ def patch(
     try:
         session._settings.enter_context(numeric_settings())
         session._swap_to_canonical()
+        session._grad_dtype = grad_dtype
         session._set_gradient_dtype(grad_dtype)
     except BaseException:
         session.restore()
@@ -383,7 +389,7 @@ def _shared_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
 
 
 def _read_settings() -> tuple[Any, ...]:
-    return tuple(setting.read() for setting in SETTINGS)
+    return tuple(setting.value() for setting in SETTINGS)
 
 
 def _write_settings(values: tuple[Any, ...]) -> None:

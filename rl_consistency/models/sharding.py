@@ -41,8 +41,12 @@ _LIBRARIES = ("torch.distributed.fsdp.", "deepspeed.")
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module that wrappers hand calls on to; one without wrappers is its own.
 
-    ValueError for FSDP1, whose flat parameters no order covers.
+    ValueError for FSDP1, whose flat parameters no order covers, and for a compiled model.
     """
+    if isinstance(model, _class("torch._dynamo.eval_frame", "OptimizedModule")):
+        raise ValueError(
+            "this is torch.compile's wrapper. Whole models are not compiled; give the model itself."
+        )
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         if isinstance(model, _class("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise ValueError(

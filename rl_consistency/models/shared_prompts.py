@@ -30,9 +30,9 @@ class SharedPrompts:
 
     parts: list[Sequence[int]]
     before: list[int | None]
-    """Of each part: the part that stands before it, None for the first of a sequence."""
+    """For each part, the part that stands before it; None for the first of a sequence."""
     own: list[int]
-    """Of each sequence: the part that is its rest."""
+    """For each sequence, the part that is its rest."""
 
     @classmethod
     def of(

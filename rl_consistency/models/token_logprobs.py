@@ -106,6 +106,9 @@ def token_logprobs(
             f"sequence {lens.index(max(lens))} has {max(lens)} tokens, the model's context is "
             f"{context} (max_position_embeddings); shorten it."
         )
+    if isinstance(loss_mask, Tensor) and loss_mask.shape != _shape(sequences, lens):
+        shape = tuple(loss_mask.shape)
+        raise ValueError(f"loss_mask {shape} does not fit the batch: give the shape of sequences.")
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     shared = None
     if share_prompts and not balance:
@@ -128,7 +131,7 @@ class LabelLogprobs:
     logprobs: Tensor
     """fp32, differentiable, zeros where the mask is False."""
     entropy: Tensor
-    """The same of the distribution each label is drawn from."""
+    """fp32, entropy of the distribution each label is drawn from; zeros where the mask is False."""
     mask: Tensor
     """bool, where a label was scored."""
     most_likely: Tensor | None
@@ -229,7 +232,7 @@ def _score_shared(
 ) -> tuple[Tensor, ...]:
     with recorded_routing() as record:
         hidden, starts = shared_hidden_states(policy, shared)
-    rows = _scored_rows(batch, lens, scored)
+    rows = _scored_rows(batch, scored)
     # Where the rows of the whole sequences lie among those of the parts; filler has any row.
     places = np.zeros(len(batch.input_ids), dtype=np.int64)
     for i, (start, n) in enumerate(zip(batch.layout.query_starts, lens, strict=True)):
@@ -245,7 +248,7 @@ def _scored_hidden_states(
     hidden = packed_hidden_states(policy, batch)
     if hidden.dtype == torch.float16 and hidden.requires_grad:
         raise ValueError(NO_FP16_TRAINING)
-    rows = _scored_rows(batch, lens, scored)
+    rows = _scored_rows(batch, scored)
     return hidden[rows.index], rows
 
 
@@ -286,13 +289,22 @@ def _pack(
     return batch, list(batch.layout.query_lens)
 
 
+def _shape(sequences: Any, lens: list[int]) -> tuple[int, ...] | None:
+    """The shape of sequences given as a tensor, or all as long; None: they have none."""
+    if isinstance(sequences, Tensor):
+        return tuple(sequences.shape)
+    if isinstance(sequences, PackedBatch):
+        return (sum(lens),)
+    return (len(lens), lens[0]) if len(set(lens)) == 1 else None
+
+
 def _scored_tokens(
     lens: list[int],
     prompt_lengths: Sequence[int] | None,
     loss_mask: Sequence[Sequence[bool]] | Tensor | None,
     attention_mask: Tensor | None,
 ) -> list[Tensor]:
-    """Per sequence [len] bool, on the CPU."""
+    """For each sequence [len] bool, which tokens are scored; on the CPU."""
     if (prompt_lengths is None) == (loss_mask is None):
         raise ValueError("give exactly one of prompt_lengths and loss_mask.")
     if prompt_lengths is None:
@@ -312,9 +324,6 @@ def _scored_tokens(
 def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> list[Tensor]:
     if isinstance(loss_mask, Tensor):
         real = torch.ones_like(loss_mask) if attention_mask is None else attention_mask
-        if loss_mask.shape != real.shape or int(real.sum()) != sum(lens):
-            shape = tuple(loss_mask.shape)
-            raise ValueError(f"loss_mask {shape} does not fit the batch: give input_ids' shape.")
         masks = list(loss_mask.cpu()[real.bool().cpu()].bool().split(lens))
     else:
         masks = [torch.as_tensor(mask, dtype=torch.bool, device="cpu") for mask in loss_mask]
@@ -329,7 +338,7 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
     return masks
 
 
-def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _Rows:
+def _scored_rows(batch: PackedBatch, scored: list[Tensor]) -> _Rows:
     """Rows to score, their owners, and which of them are real.
 
     Filler rows bring each sequence to a multiple of the fold's step, so that the LM head's gradient
@@ -370,7 +379,10 @@ def _sampling_rows(
 
 
 def _uniform(sampling: Sampling, count: int, device: torch.device) -> SamplingRows:
-    fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    names = ("temperature", "top_k", "top_p", "min_p")
+    if not all(hasattr(sampling, name) for name in names):
+        raise TypeError(f"sampling: {type(sampling).__name__}; give SamplingParams for each.")
+    fields = {name: getattr(sampling, name) for name in names}
     return SamplingRows.uniform(count, **fields, device=device)
 
 
@@ -392,6 +404,6 @@ def completion_states(
     """
     batch, lens = _pack(policy, sequences, attention_mask)
     scored = _scored_tokens(lens, prompt_lengths, None, attention_mask)
-    rows = _scored_rows(batch, lens, scored)
+    rows = _scored_rows(batch, scored)
     hidden = packed_hidden_states(policy, batch)[rows.index]
     return CompletionStates(hidden, rows.kept, [int(mask.sum()) for mask in scored])

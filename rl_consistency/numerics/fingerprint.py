@@ -23,7 +23,7 @@ from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import current
 
 LIBRARY_PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "TORCH_MKLDNN_")
-"""Of the environment variables by which torch's CPU libraries choose other code."""
+"""Prefixes of the environment variables by which torch's CPU libraries choose other code."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,17 @@ class Setting:
     write: Callable[[Any], None]
     required: Any
 
+    def value(self) -> Any:
+        """What it is now; ConsistencyError where torch cannot say."""
+        try:
+            return self.read()
+        except RuntimeError as error:  # torch's newer switches were set beside the older ones
+            reason = str(error).splitlines()[0]
+            raise ConsistencyError(
+                f"{self.name} cannot be read ({reason}). Undo what set the newer switch, "
+                "`fp32_precision` say."
+            ) from error
+
 
 _CUBLASLT = torch._C._BlasBackend.Cublaslt
 
@@ -85,7 +96,7 @@ def numeric_settings() -> Iterator[None]:
     one to end restores what the first one found.
     """
     if _held.count == 0:
-        _held.before = tuple(setting.read() for setting in SETTINGS)
+        _held.before = tuple(setting.value() for setting in SETTINGS)
     _held.count += 1
     try:
         for setting in SETTINGS:
@@ -104,7 +115,7 @@ def verify_settings() -> None:
     Raises:
         ConsistencyError: names each setting that something else has changed.
     """
-    found = [(s, s.read()) for s in SETTINGS]
+    found = [(s, s.value()) for s in SETTINGS]
     wrong = [f"{s.name} is {v!r}, needs {s.required!r}" for s, v in found if v != s.required]
     if wrong:
         raise ConsistencyError(

@@ -63,7 +63,10 @@ def _one_digest(name: str, tensor: Tensor) -> str:
 
 
 def list_digest(parts: Sequence[Tensor]) -> str:
-    """The same of tensors [any length] in their order, which lie on one device."""
+    """One digest, of 32 hexadecimal digits, of tensors [any length] in their order.
+
+    The tensors lie on one device.
+    """
     lengths = torch.tensor([len(part) for part in parts])
     return weights_digest([("values", torch.cat(list(parts))), ("lengths", lengths)])[:32]
 

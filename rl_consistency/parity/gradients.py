@@ -78,7 +78,7 @@ class GradientReport:
     elements: int
     """Gradient elements compared per regrouping."""
     non_finite: int = 0
-    """Those that are NaN or infinite, whose equal bytes prove nothing."""
+    """Gradient elements that are NaN or infinite, whose equal bytes prove nothing."""
 
     @property
     def passed(self) -> bool:

@@ -23,7 +23,7 @@ class Histogram:
     """The bins of one quantity."""
 
     name: str
-    """Of the quantity, below a prefix."""
+    """Name of the quantity, below a prefix."""
     exact: float
     """The value that has a bin of its own: that of no drift."""
     edges: tuple[float, ...]
@@ -31,7 +31,7 @@ class Histogram:
 
     @property
     def bins(self) -> list[str]:
-        """Their names, in ascending order."""
+        """Names of the bins, in ascending order."""
         names = []
         for low, high in pairwise(self.edges):
             names += [f"{low:g}"] if low == self.exact else []

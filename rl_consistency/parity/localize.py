@@ -37,9 +37,9 @@ class OpDrift:
 
     pass_: Pass
     op: str
-    """By its name in `strict`, or `residual`."""
+    """Name of the op in `strict`, or `residual`."""
     layer: int | None
-    """Counted from 0; None outside the stack."""
+    """The decoder layer, counted from 0; None outside the stack."""
     module: str
     what: str
     """The output, or which gradient."""
@@ -50,7 +50,7 @@ class OpDrift:
     rms: float
     """Root of the mean squared difference."""
     relative_rms: float
-    """The same over the root mean square of the first side."""
+    """`rms` over the root mean square of the first side."""
     tokens: int | None
     """Tokens with a differing element; None for a parameter's gradient."""
     sequence: int | None
@@ -318,7 +318,10 @@ def _measured(a: Outcome, b: Outcome) -> dict[str, Any]:
 
 
 def _ablation(policies: Sequence[Any], between: Sequence[str], work: Work) -> list[AblationRow]:
-    """Both sides with one op unlike the others; beside the stock side, the other stays as it is."""
+    """How the sides differ where one op runs unlike the others, op by op.
+
+    Both sides run so; if one side is stock, only that one does.
+    """
     rows: list[AblationRow] = []
     whole = frozenset(OPS)
     for how in ("stock", "canonical"):

@@ -22,7 +22,7 @@ class PagedCall:
     paged: PagedAttention
 
 
-def cache_shape(model: Any) -> dict[str, Any]:
+def cache_arguments(model: Any) -> dict[str, Any]:
     """The arguments of `paged_calls` that a model's cache has."""
     layers, kv_heads, head_dim = cache_sizes(model)
     return {

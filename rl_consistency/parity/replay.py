@@ -47,7 +47,7 @@ class ReplayBundle:
     rollout_logprobs: list[Tensor]
     """fp32, one tensor per sequence."""
     training_logprobs: list[Tensor]
-    """The same, as training recomputed them."""
+    """fp32, one tensor per sequence, as training recomputed them."""
     config: dict[str, Any]
     """The resolved configuration of the run."""
     parameter_digest: str

@@ -16,7 +16,7 @@ from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import Sampling, token_logprobs
 from rl_consistency.numerics.strict import OPS, Strictness, current, held
 from rl_consistency.parity.gradients import gradients_kept
-from rl_consistency.parity.paged_calls import cache_shape, paged_calls
+from rl_consistency.parity.paged_calls import cache_arguments, paged_calls
 from rl_consistency.parity.stock import mode
 from rl_consistency.parity.taps import FINAL_NORM, LM_HEAD, Tap, Taps, tapped
 
@@ -123,7 +123,7 @@ def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
     schedules = [[prompt, *[1] * (len(ids) - prompt)] for ids, prompt in pairs]
     logprobs: list[list[Tensor]] = [[] for _ in schedules]
     choices: list[list[Tensor]] = [[] for _ in schedules]
-    for call in paged_calls(schedules, block_size=BLOCK_SIZE, **cache_shape(model)):
+    for call in paged_calls(schedules, block_size=BLOCK_SIZE, **cache_arguments(model)):
         ids = [t for i, a, b in call.spans for t in work.sequences[i][a:b]]
         positions = [p for _, a, b in call.spans for p in range(a, b)]
         both = torch.tensor([ids, positions], device=model.device)

@@ -216,7 +216,7 @@ def _of_scoring(
 def _of_decoding(
     routed: list[Tensor], sequences: list[list[int]], prompts: list[int]
 ) -> list[Tensor]:
-    """The same of the last row of each step."""
+    """[completion length] of each sequence: the routing of the last row of each step."""
     if not routed:
         return []
     steps = torch.stack([rows.view(len(sequences), -1)[:, -1] for rows in routed], dim=1)

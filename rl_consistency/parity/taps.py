@@ -57,7 +57,7 @@ class Tap(NamedTuple):
 
     @property
     def layer(self) -> int | None:
-        """Its decoder layer, counted from 0; None outside the stack."""
+        """The decoder layer of the module, counted from 0; None outside the stack."""
         parts = self.module.split(".")
         return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
 
@@ -185,7 +185,7 @@ class Taps:
         if x.is_floating_point():
             x = self.given(Tap(module.op, name), x)
         out = run(module, x)
-        self.gave(Tap(module.op, name), out, self._reader(module, around, last))
+        self.gave(Tap(module.op, name), out, self._reader(around, last))
         return out
 
     def _gated(
@@ -223,7 +223,7 @@ class Taps:
         self._finished = name.rpartition(".mlp")[0]
         return out
 
-    def _reader(self, module: nn.Module, around: str, last: str) -> Tap | None:
+    def _reader(self, around: str, last: str) -> Tap | None:
         if around == "model" and last == "norm":
             return Tap("token_logprobs", LM_HEAD, OF_INPUT)
         layer = around.rpartition(".")[0]
@@ -247,7 +247,7 @@ class Taps:
         self.gave(Tap(RESIDUAL, self._finished or name), total)
         self._finished = ""
         around, _, last = name.rpartition(".")
-        self.gave(Tap("rms_norm", name), normed, self._reader(norm, around, last))
+        self.gave(Tap("rms_norm", name), normed, self._reader(around, last))
         return normed, total
 
     def _inputs(self, run: Callable[..., Any], attention: Any, *args: Any) -> Any:

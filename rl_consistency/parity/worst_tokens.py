@@ -23,7 +23,7 @@ class WorstToken(NamedTuple):
     sample: int
     """Which completion of its prompt."""
     position: int
-    """In the completion, from 0."""
+    """Place of the token in the completion, counted from 0."""
     rollout_logprob: float
     training_logprob: float
     difference: float

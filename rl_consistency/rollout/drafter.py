@@ -22,7 +22,8 @@ SHORTEST_REST = 2
 """Tokens decoded plainly after a failed attempt; each further failure doubles them."""
 
 LONGEST_REST, LONGEST_WAIT = 64, 8
-"""At most so many after a wrong draft, and after one with nothing to propose, which costs less."""
+"""Most tokens decoded plainly after wrong drafts, and after drafts with nothing to propose, which
+cost less."""
 
 
 class DraftState(Protocol):

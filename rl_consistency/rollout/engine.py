@@ -353,7 +353,7 @@ class RolloutEngine:
                     self._abandon()
 
     def _begin(self, weights_digest: str | None, sequences: Sequence[RolloutSequence]) -> None:
-        """From idle to work: new counters, and no cached key of other weights."""
+        """Start work: new counters, and no cached key of other weights."""
         if any(is_shard(parameter) for parameter in self._model.parameters()):
             raise ValueError(
                 "the model's parameters are shards: enter whole_weights(model) on every rank, "

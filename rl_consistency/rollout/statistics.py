@@ -24,19 +24,19 @@ class RolloutStatistics:
     peak_kv_blocks: int = 0  # most blocks held by running sequences at a time
     seconds: float = 0.0  # from the first request to the last step
     host_seconds: float = 0.0
-    """Of these, spent not waiting for the device; on a CPU the model is part of it."""
+    """Part of `seconds` in which the host does not wait for the device; on a CPU with the model."""
     first_tokens: int = 0  # samples whose first token was reported
     first_token_seconds: float = 0.0
     """Sum over these samples, each from its submission to its first token."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Over all of `seconds`, decoding included: not the speed of prefill alone."""
+        """Speed over all of `seconds`, decoding included: not the speed of prefill alone."""
         return _ratio(self.prefill_tokens, self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Over all of `seconds`, prefill included: not the speed of decoding alone."""
+        """Speed over all of `seconds`, prefill included: not the speed of decoding alone."""
         return _ratio(self.decode_tokens, self.seconds)
 
     @property

@@ -192,7 +192,7 @@ def _holds_for_fewer(work: Work, winner: str, bench: Bench, store: TunedSchedule
 
 
 def _way_holds_for_fewer(work: Work, way: str, bench: Bench, store: TunedSchedules) -> bool:
-    """The same for the library against the schedules, or these against the library."""
+    """Whether a way that wins, the library or a schedule, wins for fewer rows of the bucket too."""
     fewer = work.fewer
     if fewer is None or fewer.library_picked == (way == LIBRARY):
         return True

@@ -109,8 +109,8 @@ def norm_backward(
     device: torch.device, rows: int, width: int, dtype: torch.dtype, *, adds: bool = False,
     calls: float = 1.0,
 ) -> Work:  # fmt: skip
-    """Its backward pass and the sums of the weight's gradient; with the residual's gradient if it
-    `adds` one. Norms of heads have a kernel of one schedule."""
+    """RMSNorm's backward pass and the sums of the weight's gradient; with the residual's gradient
+    if it `adds` one. Norms of heads have a kernel of one schedule."""
 
     def operands() -> tuple[Tensor, ...]:
         shape = rows, width
@@ -158,7 +158,7 @@ def head_gradient(
     device: torch.device, rows: int, vocabulary: int, width: int, dtype: torch.dtype,
     calls: float = 1.0,
 ) -> Work:  # fmt: skip
-    """The same product, turned into logit gradients of a chunk; descriptors only."""
+    """The LM head's product, turned into logit gradients of a chunk; descriptors only."""
 
     def operands() -> tuple[Tensor, ...]:
         hidden, weight = drawn(device, dtype, (rows, width), (vocabulary, width))

@@ -40,7 +40,7 @@ def sparse_forward(
 def sparse_backward(
     config: Any, dtype: torch.dtype, device: torch.device, m: int, calls: float
 ) -> Iterator[Work]:
-    """Their gradients for a micro-batch of m rows."""
+    """Gradients of router and experts for a micro-batch of m rows."""
     hidden, inner, experts, top_k = _sizes(config)
     yield product(device, "nn", m, hidden, experts, dtype, dtype, calls)
     yield fold(device, m, experts, hidden, dtype, calls)

@@ -24,7 +24,7 @@ from rl_consistency.tuning.stopwatch import Bench, ColdDevice
 from rl_consistency.tuning.work import Work
 
 BUDGET = 60.0
-"""Seconds."""
+"""Seconds that `tune` may take by default."""
 
 ROOM = 3
 """A work needs so many times its bytes: operands, clones that are compared, results."""

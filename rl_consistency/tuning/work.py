@@ -29,9 +29,9 @@ class Work:
     op: str
     shape: Shape
     operands: Callable[[], tuple[Tensor, ...]]
-    """Makes them, with the same values at each call."""
+    """Makes the operands, with the same values at each call."""
     candidates: Mapping[str, Op]
-    """By name of the schedule."""
+    """Name of a schedule -> the op with that schedule."""
     picked: str
     """The candidate that the op's rule takes, whose bytes are the reference. Where it is none of
     them, the first is."""
@@ -53,7 +53,7 @@ class Work:
 
     @property
     def key(self) -> str:
-        """As it is named in results."""
+        """Name of the work in results."""
         return " ".join([self.op, *(f"{name}={size}" for name, size in self.shape.items())])
 
     @property

@@ -49,11 +49,11 @@ class Result(_Row):
     mismatches: int
     """Comparisons that failed."""
     passed: bool
-    """At least one comparison, and none failed."""
+    """Whether there was a comparison and none failed."""
     detail: str
     """The first failure: which case, which place, both values; or a remark."""
     figure: float | None
-    """For C6 the largest error ratio; None where bytes judge."""
+    """Largest error ratio, for C6; None where bytes judge."""
     seconds: float
 
 

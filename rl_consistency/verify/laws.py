@@ -156,7 +156,7 @@ def leaf_gradients(
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """The same values in storage that starts one element past a boundary."""
+    """A copy of x in storage that starts one element past a boundary."""
     storage = x.new_empty(x.numel() + 1)
     storage[1:] = x.detach().flatten()
     return storage[1:].view(x.shape)

@@ -24,7 +24,7 @@ from rl_consistency.verify.claims import Check, Result
 LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attention")
 """Scopes that are begun first, so that none of them is the last to end; then the largest."""
 CONTEXT_BYTES = 2**30
-"""Of device memory that a process takes whatever it runs: context, kernels, stacks."""
+"""Device memory that a process takes whatever it runs: context, kernels, stacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,8 @@ def _wait_without_spinning(index: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without this a pool's processes would wait for work for ever once the first was killed."""
+    """End this process with its parent. Otherwise a pool's processes would wait for work for ever
+    once the first was killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -101,11 +101,12 @@ PROCESS_CHECKS = (
 
 # Device memory, estimated from above by what was seen on an H200.
 CHAIN_BYTES = 15 * 2**30
-"""Of the checks of a model of real shape beside its parameters: activations, logits and caches."""
+"""Bytes that checks of a model of real shape take beside its parameters: activations, logits and
+caches."""
 GRADIENTS_BYTES = 16
-"""Per parameter of such a model: four sets of gradients in fp32."""
+"""Bytes for each parameter of such a model: four sets of gradients in fp32."""
 OP_BYTES = 5 * 2**30
-"""Of an op's checks at real sizes."""
+"""Bytes that an op's checks take at real sizes."""
 TABLE_OPS = {
     "C6 token_logprobs": 100,
     "C3 token_logprobs": 60,
@@ -116,9 +117,9 @@ TABLE_OPS = {
 """Ops whose checks hold tables of vocabulary size by hidden size, and their bytes per element:
 weights and gradients, ours, stock's and in fp64."""
 TINY_BYTES = 2**30
-"""Of any checks at tiny sizes, and of a small model's beside its parameters."""
+"""Bytes that checks take at tiny sizes, and those of a small model beside its parameters."""
 LARGE_PARAMETERS = 50_000_000
-"""Of a model whose checks take `CHAIN_BYTES`."""
+"""Fewest parameters of a model whose checks take `CHAIN_BYTES`."""
 
 
 def process_checks(device: torch.device = CPU) -> list[Check]:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 PACKAGE = "rl_consistency."
 MUTANTS = "rl_consistency.verify.mutants."
-"""Their modules keep the right functions, to build the wrong ones from."""
+"""Prefix of the mutants' modules, which keep the right functions to build the wrong ones from."""
 
 attribute = patch.object
 """`with attribute(owner, name, replacement)`: one attribute of a module or class, for a while."""

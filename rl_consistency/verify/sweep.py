@@ -31,7 +31,7 @@ class Sweep:
     """Tokens of one block of the KV cache."""
 
     def within(self, context: int) -> Sweep:
-        """The same sweep without sequences longer than a model's context."""
+        """This sweep without sequences longer than a model's context."""
         return replace(
             self,
             lengths=tuple(n for n in self.lengths if n <= context) or (context,),

@@ -31,7 +31,7 @@ class Target:
     sweep: Sweep
     build: Callable[[], nn.Module]
     parameters: int = 0
-    """Of the model, each counted once."""
+    """Parameters of the model, each counted once."""
     shapes: OpShapes = TINY_SHAPES
     """Sizes at which the ops are checked, beside the tiny ones."""
 
@@ -43,8 +43,11 @@ class Target:
 def default_targets(
     dtypes: Sequence[torch.dtype] = (), *, device: torch.device = CPU, quick: bool = False
 ) -> list[Target]:
-    """On a CPU the first preset over the full sweep and the other families over a smaller one; on
-    a GPU all of these and the smallest model of real shape over one sweep."""
+    """The targets where none is named.
+
+    On a CPU: the first preset over the full sweep and the other families over a smaller one. On a
+    GPU: all of these and the smallest model of real shape over one sweep.
+    """
     cuda = device.type == "cuda"
     targets = []
     for i, name in enumerate((*PRESETS, next(iter(REAL_PRESETS))) if cuda else PRESETS):

@@ -50,6 +50,7 @@ def test_another_architecture_is_refused():
         ),
         ({"attention_dropout": 0.1}, r"active dropout attention_dropout=0.1 \(set it to 0.0\)"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"head_dim": -16}, r"head_dim -16 \(covered: multiples of 16 up to 256\)"),
         ({"quantization_config": {"bits": 8}}, "quantization_config"),
     ],
 )

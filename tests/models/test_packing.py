@@ -27,6 +27,11 @@ def contents(batch):
     )
 
 
+def test_nested_lists_are_refused():
+    with pytest.raises(TypeError, match="must be integers, got lists of int64"):
+        PackedBatch.from_sequences([[[1, 2], [3, 4]]])
+
+
 def test_an_unknown_layout_is_refused():
     with pytest.raises(ValueError, match="'right-padded'; allowed: packed, packed_with_gaps"):
         lay_out([[1, 2]], "right-padded")

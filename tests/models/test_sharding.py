@@ -203,3 +203,8 @@ def test_a_policy_without_wrappers_is_its_own():
     assert unwrapped(model) is model
     with whole_weights(model) as inside:
         assert inside is model
+
+
+def test_a_compiled_policy_is_named():
+    with pytest.raises(ValueError, match="torch.compile's wrapper"):
+        unwrapped(torch.compile(nn.Linear(2, 2)))

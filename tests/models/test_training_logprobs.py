@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.gradients import lay_out
 from rl_consistency.verify.presets import PRESETS, build_preset
 from rl_consistency.verify.probe import probe_tokens
 
@@ -175,6 +174,26 @@ def test_a_padded_loss_mask_of_another_shape_is_refused(model):
     for mask in (torch.ones(4, 5), torch.ones_like(ids)[:, 1:]):
         with pytest.raises(ValueError, match=r"loss_mask \(4, \d+\) does not fit the batch"):
             token_logprobs(model, ids, attention_mask=attention, loss_mask=mask)
+
+
+def test_sampling_that_is_none_for_each_is_refused(model):
+    with pytest.raises(TypeError, match="sampling: NoneType; give SamplingParams for each"):
+        token_logprobs(model, [[1, 2], [3, 4]], prompt_lengths=[1, 1], sampling=[None, None])
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6, 1), (1, 6), (6,), (2, 3, 1)])
+def test_a_loss_mask_of_another_shape_than_unpadded_ids_is_refused(model, shape):
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    scored = token_logprobs(model, ids, loss_mask=mask)
+    for given in (ids.tolist(), PackedBatch.from_tokens(ids.flatten(), [3, 3])):
+        for form in (mask.tolist(), mask.flatten() if isinstance(given, PackedBatch) else mask):
+            again = token_logprobs(model, given, loss_mask=form)
+            assert again.lengths == [2, 1] and torch.equal(again.logprobs, scored.logprobs)
+    with pytest.raises(ValueError, match="loss_mask .* does not fit the batch"):
+        token_logprobs(model, ids, loss_mask=mask.reshape(shape))
+    with pytest.raises(ValueError, match="loss_mask .* does not fit the batch"):
+        token_logprobs(model, [[1, 2, 3], [4]], loss_mask=torch.tensor([[0, 1], [1, 0]]))
 
 
 def test_an_unpatched_model_is_refused():

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from rl_consistency.numerics import settings
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
 
@@ -83,3 +86,16 @@ def test_split_sums_are_off_inside_and_given_back_outside():
         assert matmul.allow_bf16_reduced_precision_reduction_split_k
     finally:
         matmul.allow_bf16_reduced_precision_reduction = (before, before)
+
+
+def test_a_setting_that_torch_cannot_read_is_named(monkeypatch):
+    """As after `torch.backends.mkldnn.matmul.fp32_precision` was set beside the older switch."""
+
+    def mixed():
+        raise RuntimeError("PyTorch is checking whether allow_tf32 is set by the old and new API")
+
+    first = replace(SETTINGS[0], read=mixed)
+    monkeypatch.setattr(settings, "SETTINGS", (first, *SETTINGS[1:]))
+    for run in (settings.verify_settings, lambda: settings.numeric_settings().__enter__()):
+        with pytest.raises(ConsistencyError, match="float32_matmul_precision cannot be read"):
+            run()

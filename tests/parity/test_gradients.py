@@ -3,6 +3,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
@@ -15,7 +16,6 @@ from rl_consistency.parity.gradients import (
     Regrouping,
     RegroupingResult,
     check_gradients,
-    lay_out,
 )
 from rl_consistency.verify.presets import PRESETS, build_preset
 from rl_consistency.verify.probe import probe_tokens

@@ -73,7 +73,7 @@ class CriticModel(nn.Module):
         prompt_lengths: Sequence[int],
         layout: Layout = "packed",
     ) -> list[Tensor]:
-        """Of the completion tokens of each sequence, fp32, differentiable.
+        """Values of the completion tokens of each sequence, fp32, differentiable.
 
         ValueError if the copy is not patched, or a length does not fit.
         """
@@ -90,7 +90,7 @@ class Critic:
     optimizer: PolicyOptimizer
 
     def __init__(self, config: RunConfig, policy: Any, stack: ExitStack):
-        """From a policy that is not patched; `stack` undoes the critic's patch."""
+        """Make a critic from a policy that is not patched; `stack` undoes the critic's patch."""
         self._config, self._stack = config, stack
         self.model = CriticModel(policy, seed=config.run.seed)
         self._loaded: Checkpoint | None = None
@@ -98,7 +98,7 @@ class Critic:
 
     @property
     def digest(self) -> str:
-        """Of the weights, where they lie."""
+        """SHA-256 of the critic's weights, computed where they lie."""
         return weights_digest(self.model.trained().items())
 
     def load(self, checkpoint: Checkpoint) -> None:

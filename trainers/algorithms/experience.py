@@ -25,11 +25,11 @@ class Experience:
     sequences: list[list[int]]
     prompt_lengths: list[int]
     old_logprobs: list[Tensor]
-    """On the CPU, as the rollout gave them."""
+    """Logprobs on the CPU, as the rollout gave them."""
     keep: Tensor | None
     """[S] bool, False where a sample is left out of the loss; None keeps all."""
     reference_logprobs: list[Tensor] | None = None
-    """On the model's device."""
+    """Logprobs of the reference model, on the model's device."""
     advantages: Sequence[Tensor] = ()
     """fp32, of each token, on the CPU; the algorithm gives them."""
 

@@ -17,7 +17,7 @@ from rl_consistency.trainers.hooks import Metrics
 
 
 class GRPOTrainer(PolicyTrainer):
-    """Nothing else is learned from a rollout."""
+    """Trains the policy alone on each rollout."""
 
     def _with_advantages(
         self, experience: Experience, rewards: Tensor

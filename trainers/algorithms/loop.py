@@ -382,7 +382,7 @@ class PolicyTrainer(ABC):
             return method(*given)
 
     def _common_digest(self, when: str) -> str:
-        """That of the weights, which must be the same on all ranks."""
+        """Digest of the weights, which must be the same on all ranks."""
         digest = model_digest(self.model)
         require_same_facts(self.ranks.world, {"the weights": digest}, when=when)
         return digest

@@ -37,7 +37,7 @@ CHECK_SIZE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedExperience(Experience):
-    """With what the critic expected, and what came; fp32, of each token, on the CPU."""
+    """Experience with what the critic expected, and what came; fp32, of each token, on the CPU."""
 
     values: Sequence[Tensor]
     returns: Sequence[Tensor]
@@ -105,7 +105,7 @@ class PPOTrainer(PolicyTrainer):
     def _values(
         self, experience: Experience, samples: Sequence[int], size: int, layout: Layout
     ) -> list[Tensor]:
-        """Of this rank's samples computed here, of all samples returned."""
+        """Values of all samples; those of `samples` are computed on this rank."""
         found: dict[int, Tensor] = {}
         for start in range(0, len(samples), size):
             group = list(samples[start : start + size])

@@ -47,7 +47,7 @@ def cache_bytes_of(config: RunConfig, model: Any) -> int:
 
 
 def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
-    """As `cache_shape` takes them."""
+    """Settings of the cache, as `cache_shape` takes them."""
     rollout, sampling = config.rollout, config.sampling
     return (
         rollout.kv_block_size,

@@ -43,7 +43,7 @@ class PPOSection(Section):
     whiten_advantages: bool = True
     """Advantages of a rollout have mean 0 and standard deviation 1."""
     critic_learning_rate: Positive | None = None
-    """Of the critic, whose optimizer has the other settings of the policy's; null = the same."""
+    """Learning rate of the critic; null = the policy's. Its optimizer shares the other settings."""
 
 
 class AlgorithmSection(Section):
@@ -60,7 +60,8 @@ class AlgorithmSection(Section):
     clip_low: BelowOne = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveOrZero = 0.2
-    """And above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
+    """The importance ratio is clipped above at 1 + clip_high; larger than clip_low is DAPO's
+    clip-higher."""
     kl_coefficient: PositiveOrZero = 0.0
     """Weight of the KL to the initial policy: in GRPO of its k3 estimate in the loss, in PPO of the
     log-ratio taken from each token's reward; 0 keeps no reference model."""

@@ -59,7 +59,7 @@ class BuildSection(Section):
     tie_word_embeddings: bool = True
     """Use the input embedding as the LM head."""
     experts: ExpertsSection | None = None
-    """Of qwen3_moe, olmoe and mixtral; null in the dense families."""
+    """Experts of qwen3_moe, olmoe and mixtral; null in the dense families."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> BuildSection:

@@ -89,7 +89,7 @@ class RunConfig(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run."""
+        """Optimizer steps of the whole run."""
         updates = self.algorithm.updates_per_rollout * self.algorithm.epochs_per_rollout
         return self.training.steps * updates
 

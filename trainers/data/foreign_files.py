@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_DIGITS = 4_300
-"""Of a number; Python turns no longer text into one."""
+"""Most digits of a number; Python turns no longer text into one."""
 
 
 def parse_json(data: bytes) -> Any:
@@ -40,7 +40,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """The same where a JSON object is needed."""
+    """The object of a JSON text in UTF-8; ValueError as `parse_json`, and where it is no object."""
     if not isinstance(value := parse_json(data), dict):
         raise ValueError(f"a JSON object is needed, got {type(value).__name__}")
     return value

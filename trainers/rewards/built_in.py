@@ -49,7 +49,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def reference_number(answer: str) -> Decimal:
-    """That of an answer; ValueError where it has none."""
+    """The final number of a reference answer; ValueError where it has none."""
     if (number := final_number(answer)) is None:
         raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
     return number

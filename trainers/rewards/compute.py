@@ -19,7 +19,7 @@ from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
 from rl_consistency.trainers.rewards.time_limit import TimeIsUp, time_limit
 
 LARGEST = (2 - 2**-23) * 2.0**127
-"""Of float32, in which advantages are."""
+"""Largest number of float32, in which advantages are."""
 
 
 @dataclass(frozen=True)

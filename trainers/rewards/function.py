@@ -67,7 +67,7 @@ class RewardFunction:
         completions: Sequence[str],
         token_ids: Sequence[Sequence[int]],
     ) -> dict[str, list[Any]]:
-        """What it is called with, by name."""
+        """What the function is called with, by name."""
         names = sorted({name for example in examples for name in example.extra})
         columns: dict[str, list[Any]] = {
             name: [example.extra.get(name) for example in examples] for name in names
@@ -94,7 +94,7 @@ class RewardFunction:
 
 
 def reward_functions(config: RunConfig) -> list[RewardFunction]:
-    """Those that a recipe names; RewardError where one cannot be found."""
+    """The reward functions that a recipe names; RewardError where one cannot be found."""
     answer = config.data.answer_field
     return [
         RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)

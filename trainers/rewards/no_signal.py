@@ -15,7 +15,7 @@ class NoSignal:
     warned: bool = False
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """At the metrics of a step."""
+        """Read the metrics of a step; warn at the first of several without a signal."""
         silent = metrics.get("reward/equal_group_fraction") == 1.0
         if silent and not self.warned:
             self.warn(

@@ -58,14 +58,14 @@ def common_settings(config: RunConfig) -> dict[str, str]:
 
 
 def fingerprint_of(config: RunConfig) -> Fingerprint:
-    """Of the machine, with the orders that only a gradient of several leaves has."""
+    """Fingerprint of the machine, with the orders that only a gradient of several leaves has."""
     several = config.consistency.gradient_leaves.count > 1
     orders = (LEAF_SUM, GRADIENT_NORM) if several else ()
     return fingerprint(config.run.device, orders=orders)
 
 
 def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
-    """Of the policy as it was loaded or built, and of its tokenizer's files."""
+    """Digests of the policy as it was loaded or built, and of its tokenizer's files."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)
     generation = model.generation_config and model.generation_config.to_json_string()
@@ -85,13 +85,13 @@ def _free_temporary() -> str:
 
 
 def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:
-    """Of the examples and the tokens of their prompts."""
+    """Digests of the examples and the tokens of their prompts."""
     sets = {"training data": train, "evaluation data": evaluation}
     return {name: _prompts_digest(prompts) for name, prompts in sets.items() if prompts}
 
 
 def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
-    """Of the file that a reward function's module is; what the module imports does not enter."""
+    """Digests of the files of reward functions' modules; what a module imports does not enter."""
     return {f"reward function {term.name}": _source_digest(term) for term in rewards}
 
 

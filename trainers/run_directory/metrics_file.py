@@ -25,8 +25,8 @@ class MetricsFile(RowsFile):
     """
 
     def log(self, step: int, row: Metrics) -> None:
-        """The same for metrics: ValueError on one beyond `LARGEST`; TypeError on another wrong
-        metric: only digests are text."""
+        """Append the metrics of a step. ValueError also on one beyond `LARGEST`; TypeError on what
+        is neither a number nor the text of a digest."""
         _check(row)
         super().log(step, _plain(row))
 

@@ -44,7 +44,7 @@ class StepFiles:
         return {name: file.state() for name, file in files.items()}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Those of all steps so far."""
+        """Metrics of all steps so far."""
         return read_metrics(self._directory / METRICS)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -19,7 +19,7 @@ SUMMARY_STEPS = 5
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> dict[str, Any]:
-    """From the metrics of each step: rewards at both ends, median speeds; `totals` of the hook."""
+    """Summary of all steps' metrics: rewards at both ends, median speeds; `totals` of the hook."""
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
     return {

@@ -22,6 +22,7 @@ STAGES: dict[str, StrategyName] = {"1": "zero1", "2": "zero2", "3": "zero3"}
 _MICRO_BATCHES = "training.micro_batch_size decides how a batch is cut, and changes no bit"
 _PRECISION = "policy.dtype decides, and gradients are fp32"
 _OFFLOAD = "nothing is offloaded: weights and moments stay on the device that computes"
+_EXPERTS = "experts are sharded like other weights; leave it out"
 _LAYERS = "each decoder layer is sharded, and what is around them; leave it out"
 
 _SETTINGS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
@@ -39,7 +40,7 @@ _SETTINGS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ((), _OFFLOAD),
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ((), _OFFLOAD),
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": (("false",), "each process loads the whole policy"),
-        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ((), "policies are dense; leave it out"),
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ((), _EXPERTS),
     },
 }
 """Engine -> variable -> (allowed values, reason). Empty and `none` are always allowed."""
@@ -48,6 +49,7 @@ _FREE = (
     "zero_optimization.stage",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",  # checkpoints are whole
 )
+"""Keys of DeepSpeed's configuration that may have any value."""
 _REASONS = {
     "gradient_clipping": "optimizer.max_grad_norm decides",
     "gradient_accumulation_steps": _MICRO_BATCHES,
@@ -167,12 +169,8 @@ def _unfollowed_in_file(tree: Mapping[str, Any], dtype: str) -> Iterator[str]:
         "communication_data_type": "fp32",
         "data_types.grad_accum_dtype": "fp32",
     }
-    free = (
-        "zero_optimization.stage",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    )
     for path, value in _said(tree):
-        if path not in free and (path not in followed or value != followed[path]):
+        if path not in _FREE and (path not in followed or value != followed[path]):
             reasons = [
                 reason for key, reason in _REASONS.items() if f"{path}.".startswith(f"{key}.")
             ]

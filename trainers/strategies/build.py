@@ -44,7 +44,7 @@ def check_strategy(config: RunConfig) -> None:
 
 
 def build_strategy(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
-    """That of `training.strategy`, or of the launcher.
+    """Build the strategy of `training.strategy`, or of the launcher.
 
     Every rank calls it, with the same weights in a patched policy.
     """

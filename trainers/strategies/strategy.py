@@ -56,7 +56,7 @@ class Strategy(ABC):
 
     @property
     def rounds(self) -> list[Round]:
-        """Those of a step; one process with one leaf has one."""
+        """Rounds of a step; one process with one leaf has one."""
         return self._sum.rounds if self._sum else self.order.rounds(0, 1, 1)
 
     @abstractmethod

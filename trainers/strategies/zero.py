@@ -34,9 +34,9 @@ class _Place(NamedTuple):
 
     partition: str
     offset: int
-    """In the partition."""
+    """Where the part begins in the partition."""
     start: int
-    """In the flattened parameter."""
+    """Where the part begins in the flattened parameter."""
     length: int
 
 

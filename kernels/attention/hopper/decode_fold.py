@@ -22,7 +22,7 @@ BUFFERS = gl.constexpr(3)
 WRITTEN_FLOATS = gl.constexpr(9216)
 """Most numbers of written blocks in one buffer, where a multiprocessor holds two programs."""
 FEW_FLOATS = gl.constexpr(4608)
-"""The same where it holds three."""
+"""Most numbers of written blocks in one buffer, where a multiprocessor holds three programs."""
 MOST_BLOCKS = gl.constexpr(128)
 """Most blocks in one buffer."""
 

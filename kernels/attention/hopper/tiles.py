@@ -22,8 +22,8 @@ NEG_INF = gl.constexpr(float("-inf"))
 WARPS = gl.constexpr(4)
 """Warps of each group that holds rows of a tile."""
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "sanitize_overflow": False}
-"""Of every launch. Checks of integer overflow are code in Triton's debug mode alone, but the front
-end writes them in any mode, and takes half as long again."""
+"""Options of every launch. Checks of integer overflow are code in Triton's debug mode alone, but
+the front end writes them in any mode, and takes half as long again."""
 # Triton 3.7 has another name for it.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
@@ -80,7 +80,8 @@ def stored_layout(columns: int) -> gl.BlockedLayout:
 
 @gluon.constexpr_function
 def own_stored_layout(columns: int) -> gl.DistributedLinearLayout:
-    """The same for 64 rows that a product left with 16 in each warp: they stay there."""
+    """How `write_rows` stores 64 rows [64, columns] that a product left with 16 in each warp: they
+    stay there."""
     held, lanes = [[0, n] for n in (32, 64, 128) if n < columns], [[0, 8]]
     if columns == 16:
         lanes += [[1, 0], [2, 0], [4, 0], [8, 0]]
@@ -107,7 +108,8 @@ OWN_LANES = gl.constexpr(
         [64, 8],
     )
 )
-"""The same for rows as `own_stored_layout` has them: four threads add a row alike."""
+"""How `write_rows` adds lanes of rows as `own_stored_layout` has them: four threads add a row
+alike."""
 
 
 @gluon.jit

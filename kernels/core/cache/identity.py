@@ -28,7 +28,9 @@ def cache_directory() -> Path:
     """The directory of the files; only this function reads `CACHE_VARIABLE`. RuntimeError where the
     user, or the one that the variable names, has no home."""
     named = os.environ.get(CACHE_VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "rl_consistency"
+    if named:
+        return Path(named).expanduser().absolute()  # a process may change its directory
+    return Path.home() / ".cache" / "rl_consistency"
 
 
 def cache_file(what: str, identity: Mapping[str, str]) -> Path | None:

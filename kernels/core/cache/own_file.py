@@ -7,6 +7,7 @@ elsewhere, or wait.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import stat
@@ -18,6 +19,9 @@ from typing import Any
 
 MOST_BYTES = 1 << 26
 """The largest file that is read; one of a thousand works has 200 KB."""
+
+PART = ".part."
+"""Stands in the name of a file that is being written."""
 
 UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading a file of any content and owner raises."""
@@ -57,8 +61,11 @@ def make_own(folder: Path) -> bool:
 
 
 def replace_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON in one piece. An error leaves the old file as it was."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    """Write a file of JSON in one piece, under its lock. An error leaves the old file as it was;
+    what a killed process left unfinished is removed."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}{PART}*"):
+        left.unlink(missing_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + PART)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)

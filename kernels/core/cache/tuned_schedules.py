@@ -17,7 +17,6 @@ State: the winners of each device of this process, and the picks that consulted 
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -42,7 +41,7 @@ Schedule = TypeVar("Schedule")
 Picked = TypeVar("Picked")
 
 FOLDER = "tuned"
-"""In the cache directory; it is the user's alone (mode 0700)."""
+"""Name of the folder in the cache directory; it is the user's alone (mode 0700)."""
 
 MOST_ROWS = 16384
 """The largest bucket; all larger numbers of rows share it."""
@@ -51,7 +50,10 @@ FEW_ROWS = 16
 """Numbers of rows from 2 up to this one share a bucket: no tile has fewer rows."""
 
 RULE = "rule"
-"""Kept for a work that was measured and has no winner."""
+"""Name kept for a work that was measured and has no winner."""
+
+SHORTEST_US, LONGEST_US = 1e-3, 1e9
+"""Microseconds between which a time is believed."""
 
 MOST_PICKS = 4096
 """Answers that each pick remembers."""
@@ -90,11 +92,11 @@ class Winner:
     """The fastest candidate of one work."""
 
     schedule: str
-    """Its name, or `RULE`."""
+    """Name of the candidate, or `RULE`."""
     us: float
-    """Its median, in microseconds."""
+    """Median time of the candidate, in microseconds."""
     default_us: float
-    """That of what runs without a winner."""
+    """Median time of what runs without a winner, in microseconds."""
 
     @classmethod
     def parse(cls, entry: Any) -> Winner:
@@ -107,7 +109,7 @@ class Winner:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value) and value > 0
+    return type(value) is float and SHORTEST_US <= value <= LONGEST_US
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ class _Found:
     def parse(cls, content: Any, identity: Mapping[str, str]) -> _Found:
         if content["identity"] != identity:
             raise ValueError("it is of another device, driver or version")
-        struck = {work: dict(reasons) for work, reasons in content["struck"].items()}
+        struck = content["struck"]
+        if any(type(reasons) is not dict for reasons in struck.values()):
+            raise TypeError("not reasons: struck")
         texts = [text for reasons in struck.values() for pair in reasons.items() for text in pair]
         if not all(type(text) is str for text in texts):
             raise TypeError("not reasons: struck")
@@ -147,7 +151,7 @@ class TunedSchedules:
 
     @classmethod
     def of_device(cls, device: torch.device) -> TunedSchedules:
-        """Those of a device with the installed versions; in memory if it is no GPU."""
+        """The schedules of a device with the installed versions; in memory if it is no GPU."""
         if device.type != "cuda":
             return cls(None, {})
         identity = identity_of(device)
@@ -156,7 +160,7 @@ class TunedSchedules:
 
     @property
     def winners(self) -> dict[str, Winner]:
-        """Those that are in force, by work."""
+        """Winners that are in force, by work."""
         found = {work: self.winner(work) for work in self._winners}
         return {work: winner for work, winner in found.items() if winner is not None}
 
@@ -251,7 +255,7 @@ class TunedSchedules:
 
 
 _by_device: dict[torch.device, TunedSchedules] = {}
-"""Process-wide: the winners of each device."""
+"""The winners of each device, process-wide."""
 
 _picks: list[Callable[[], None]] = []
 """Empties what each pick remembers."""

@@ -89,7 +89,7 @@ EXPERTS = Section(
         Panel("Load-balancing loss, mean over sequences", (Curve("policy/balance"),)),
     ),
 )
-"""Of sparse models alone: see `sections`."""
+"""Panels of sparse models alone: see `sections`."""
 WORST = Section(
     "Worst tokens",
     "The tokens whose logprobs differ most, of the run's first step with drift.",

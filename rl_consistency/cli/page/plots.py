@@ -114,7 +114,7 @@ def drift_picture(rows: Rows) -> Figure:
 
 
 def drift_counts(rows: Rows) -> dict[str, str]:
-    """For each path that was measured, in words, how many of its tokens differ over the run."""
+    """How many tokens differ over the run, in words, for each path that was measured."""
     counts = {}
     for name, path in (("rl_consistency", "consistency"), ("stock", "stock")):
         tokens = sum(series(rows, f"{path}/tokens")[1])

@@ -11,7 +11,7 @@ from rl_consistency.trainers.run_directory.rows_file import read_rows
 
 COLUMNS = ("step", "prompt", "completion", "answer", "reward", "tokens", "finish_reason")
 STEPS = 3
-"""At either end of the run."""
+"""Steps that are shown at either end of the run."""
 
 
 def samples_section(file: Path) -> str:

@@ -318,8 +318,8 @@ class _Model:
         return [*found, *withdrawn_since(0)]
 
     def buffers(self) -> list[GradientBuffer]:
-        """Those of all trained parameters; none at all if one lacks a buffer of its own or has
-        several uses, or a call of a module is observed."""
+        """Gradient buffers of all trained parameters; none at all if one lacks a buffer of its own
+        or has several uses, or a call of a module is observed."""
         found: list[GradientBuffer] = []
         for module in (part for each in self._modules for part in each.modules()):
             # The layers themselves are plain, or they would not run here.

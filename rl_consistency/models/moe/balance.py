@@ -36,7 +36,7 @@ def sequence_balance(record: RoutingRecord, layout: PackedSequences) -> Tensor:
     if not record.layers:
         raise ValueError("a dense model has no experts to balance; leave the balance loss out.")
     if torch.is_grad_enabled():
-        if record.hidden:
+        if record.ran_without_gradients:
             raise ValueError(
                 "the balance loss has no gradient where gradient checkpointing runs with "
                 "use_reentrant=True, which hides the routers; use use_reentrant=False."

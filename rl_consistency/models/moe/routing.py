@@ -30,7 +30,7 @@ class RoutingRecord:
 
     keeps_logits: bool = False
     layers: list[Routed] = field(default_factory=list)
-    hidden: bool = False
+    ran_without_gradients: bool = False
     """Whether a layer ran without gradients, as in checkpointing with `use_reentrant`."""
     forward: tuple[BackwardPasses, ForwardPass] | None = None
     """The forward pass, among the backward passes of its model."""
@@ -82,8 +82,11 @@ def recorded_routing(*, logits: bool = False) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def stock_routing(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Of each forward pass of an unpatched model inside the block: [rows] `expert_fingerprints` of
-    all rows, padding too; nothing of a dense model."""
+    """Keep the routing of each forward pass of an unpatched model inside the block.
+
+    One tensor per pass: [rows] `expert_fingerprints` of all rows, padding too. A dense model gives
+    none.
+    """
     found: list[Tensor] = []
     layers: list[Tensor] = []
 
@@ -113,4 +116,4 @@ def record_routing(logits: Tensor, expert_ids: Tensor) -> None:
     """Keep a layer's routing where a block asks for it."""
     if (record := _record.get()) is not None:
         record.layers.append(Routed(logits if record.keeps_logits else None, expert_ids))
-        record.hidden |= not torch.is_grad_enabled()
+        record.ran_without_gradients |= not torch.is_grad_enabled()

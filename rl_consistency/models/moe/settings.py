@@ -36,7 +36,9 @@ def routing_problems(config: Any) -> list[str]:
     if getattr(config, "mlp_only_layers", ()) is None:
         found.append("mlp_only_layers=None (give the list of dense layers, which may be empty)")
     experts, chosen = num_experts(config), config.num_experts_per_tok
-    if experts and not 1 <= chosen <= experts:
+    # Without experts a Qwen3-MoE has dense layers alone; the others have no other layers.
+    dense = not experts and config.model_type == "qwen3_moe"
+    if not dense and not 1 <= chosen <= experts:
         found.append(f"num_experts_per_tok={chosen} of {experts} experts")
     return found
 

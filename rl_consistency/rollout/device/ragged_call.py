@@ -19,9 +19,9 @@ class RaggedShape:
 
     sequences: int = 1
     queries: int
-    """New tokens of each."""
+    """New tokens of each sequence."""
     past: int = 0
-    """Tokens of each whose keys lie in the cache."""
+    """Tokens of each sequence whose keys lie in the cache."""
     sampled: int = 1
     """Rows that are sampled from."""
 

@@ -27,9 +27,9 @@ class RolloutBounds:
     """The largest sizes of a rollout's calls."""
 
     tokens: int
-    """Of one step."""
+    """Tokens of one step."""
     sequences: int
-    """At a time."""
+    """Sequences that run at a time."""
     longest: int
     """Tokens of one sequence."""
     batch_sizes: tuple[int, ...]

@@ -78,7 +78,7 @@ class RolloutKernels:
         batch_sizes: Sequence[int] | None,
         longest: int | None,
     ) -> None:
-        """All kernels; arguments are those of `ModelRunner.warm_up`."""
+        """Compile all kernels; arguments are those of `ModelRunner.warm_up`."""
         self._runner.check_batch_sizes(batch_sizes or ())
         sizes = self._bounds.batch_sizes if batch_sizes is None else tuple(batch_sizes)
         kind = self._kind(drafts, truncates, self._shares, self._bounds)
@@ -86,9 +86,9 @@ class RolloutKernels:
         self._compile(kind, bounds, drafts, longest, captures=True)
 
     def compile_for(self, sequences: Sequence[RolloutSequence]) -> None:
-        """Before the first rollout of a kind: those that sequences of these sizes need.
+        """Compile the kernels that these sequences need, before the first rollout of their kind.
 
-        A later rollout that is larger has its sizes rounded up, so that few are.
+        A later rollout that is larger has its sizes rounded up, so that few kernels are compiled.
         """
         if not sequences:
             return

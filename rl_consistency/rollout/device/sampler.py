@@ -1,4 +1,4 @@
-"""From logits to a token and its logprob, row by row.
+"""Turns logits into a token and its logprob, row by row.
 
 The distribution is `kernels.sampling.op.distribution`, in the training forward too.
 

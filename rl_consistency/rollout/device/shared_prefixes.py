@@ -106,7 +106,7 @@ class SharedPrefixes:
         tables: NDArray[np.int32],
         admissions: int,
     ) -> Arrangement | None:
-        """That of the sequences in `slots` [n], of calls of one `width`.
+        """The arrangement of the sequences in `slots` [n], in calls of one `width`.
 
         `tables` are those of all slots. Blocks are shared from the admission on, so what is found
         holds until `admissions`, the number of them, or the slots change.

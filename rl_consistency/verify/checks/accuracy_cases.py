@@ -52,7 +52,7 @@ class AccuracyCase:
     ours: Op
     stock: Op
     reference: Op
-    """In fp64."""
+    """The op in fp64."""
     draws: Iterable[Draw]
 
 
@@ -137,7 +137,7 @@ def rms_norm_case(setup: OpSetup, rows: int, width: int, *, draws: int) -> Accur
 
 
 def _rotary(setup: OpSetup) -> Iterator[AccuracyCase]:
-    """At positions up to 4096."""
+    """Rotation at positions up to 4096."""
     head_dim = setup.shapes.attention[0].head_dim if setup.shapes.name else 64
     frequencies = setup.shapes.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)
     reach = torch.arange(ROWS) * 8
@@ -264,7 +264,7 @@ def _router(setup: OpSetup) -> Iterator[AccuracyCase]:
 
 
 def _experts(setup: OpSetup) -> Iterator[AccuracyCase]:
-    """Against transformers' loop over the experts, for the same choice of experts."""
+    """Experts against transformers' loop over them, for the same choice of experts."""
     x, ids, weights, gate_up, down = experts_probe(setup, ROWS)
     layout = PackedSequences.of([0], [ROWS])
 
@@ -290,7 +290,7 @@ def _experts(setup: OpSetup) -> Iterator[AccuracyCase]:
 
 
 def _token_logprobs(setup: OpSetup) -> Iterator[AccuracyCase]:
-    """Against log_softmax of the logits that the stock model gives, in its dtype."""
+    """Logprobs against log_softmax of the logits that the stock model gives, in its dtype."""
     hidden, weight, targets, _ = token_logprob_probe(ROWS, setup)
     rows = SamplingRows.uniform(ROWS, device=setup.device)
 
@@ -375,7 +375,7 @@ ACCURACY_CASES: Mapping[str, Callable[[OpSetup], Iterator[AccuracyCase]]] = {
 """Op -> its cases at the sizes of a setup."""
 
 FP32_ONLY = ("masked_reduction", "gradient_norm")
-"""Their operands are fp32 whatever the model is."""
+"""Ops whose operands are fp32 whatever the model is."""
 
 PARTS = ("matmul", "row_reduction")
 """Parts of other ops: reported, and judged as those."""

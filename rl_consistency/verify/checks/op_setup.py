@@ -43,7 +43,7 @@ class OpShapes:
     """Sizes of the operands of every op."""
 
     name: str
-    """Of the model they belong to; empty for the tiny ones."""
+    """Name of the model that the sizes belong to; empty for the tiny ones."""
     linear: tuple[tuple[int, int], ...]
     """(in_features, out_features)."""
     norm_widths: tuple[int, ...]

@@ -28,7 +28,7 @@ from rl_consistency.verify.probe import probe, probe_tokens
 from rl_consistency.verify.substitution import attribute
 
 ROWS = MAX_ROWS + 3
-"""At most: an odd number, ragged for programs of two rows, too."""
+"""Most rows of a case: an odd number, ragged for programs of two rows too."""
 
 SAMPLING_SIZES = (
     (sampling_support_triton, "TILE", (512, 1024)),

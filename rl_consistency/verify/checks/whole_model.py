@@ -14,7 +14,7 @@ from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, LayerGraphs
 from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.parity.bytes import same_bytes
@@ -24,9 +24,8 @@ from rl_consistency.parity.gradients import (
     Regrouping,
     check_gradients,
     gradients_kept,
-    lay_out,
 )
-from rl_consistency.parity.paged_calls import PagedCall, cache_shape
+from rl_consistency.parity.paged_calls import PagedCall, cache_arguments
 from rl_consistency.parity.taps import tapped
 from rl_consistency.verify.checks.op_setup import padded
 from rl_consistency.verify.checks.paged_calls import paged_plans, paged_rows
@@ -141,7 +140,7 @@ def check_padded_chain(tally: Tally, chain: Chain) -> None:
 
 def check_paged_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states through the paged cache: chunk sizes, decode, cache block sizes."""
-    cache = cache_shape(chain.model)
+    cache = cache_arguments(chain.model)
     for name, block_size, members, cut in paged_plans(chain.sweep):
         samples = [chain.samples[i] for i in members]
 

@@ -25,7 +25,7 @@ class Mutant:
     caught_by: tuple[str, ...]
     """Keys of the checks that must turn red; of none where the program has no such part."""
     caught_on_cuda: tuple[str, ...] | None = None
-    """The same on a GPU, where it differs."""
+    """Keys of the checks that must turn red on a GPU, where they differ; None: as `caught_by`."""
     preset: str = PRESET
     """The model whose checks must notice."""
 

@@ -58,7 +58,7 @@ def one_schedule_of_another_order() -> AbstractContextManager[None]:
     cuda="C1 schedules: router; schedules: experts; schedules: experts backward",
 )
 def one_expert_schedule_of_another_order() -> AbstractContextManager[None]:
-    """The same of router and experts."""
+    """One entry of every schedule table of router and experts splits a sum or rounds once more."""
     return substituted(*chain.from_iterable(_expert_launchers()))
 
 

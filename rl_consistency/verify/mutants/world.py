@@ -66,7 +66,7 @@ def fold_goes_on(self: Replicated, name: str) -> Callable[[Tensor], None]:
 
     def later(parameter: Tensor) -> None:
         assert self._sum is not None and parameter.grad is not None
-        if self._gives and self._sum._round.index < last:
+        if self._gives and self._sum.round_index < last:
             self._buckets.put(name, torch.zeros_like(parameter.grad))
         else:
             give(parameter)

@@ -67,7 +67,7 @@ class Outcome:
     digest: str = ""
     """SHA-256 of the final parameters, in PPO of the critic's too."""
     tokens: int = 0
-    """Compared between rollout and training."""
+    """Tokens compared between rollout and training."""
     mismatched_tokens: int = 0
     seconds: float = 0.0
     error: str = ""

@@ -43,7 +43,7 @@ def _strategies(keys: Sequence[str]) -> list[str]:
 
 
 def _results(outcomes: Sequence[Outcome], mutant: str) -> list[Result]:
-    """One per strategy."""
+    """The results of a mutant's runs, one per strategy."""
     own = [outcome for outcome in outcomes if outcome.cell.mutant == mutant]
     results = []
     for strategy in dict.fromkeys(outcome.cell.strategy for outcome in own):

@@ -31,7 +31,7 @@ from rl_consistency.verify.world.cells import RELEASED, Cell, Outcome, config_of
 
 OnOutcome = Callable[[Outcome], None]
 Cells = Mapping[int, Cell]
-"""By their place among all cells."""
+"""Place among all cells -> cell."""
 
 
 def run_cells(

@@ -74,9 +74,12 @@ def test_short_tiles_shared_by_programs_are_folded_by_the_last():
     assert picked([2048]) == picked([8191 - 127] * 4) == picked([8192], heads=16) == DECODE_LAST
 
 
-def test_at_most_a_tile_for_each_multiprocessor_takes_a_deep_ring():
-    assert picked([8192] * 16) == picked([32768] * 16) == DECODE_DEEP
-    assert picked([8192] * 4, queries=5) == DECODE_DEEP
+@pytest.mark.parametrize(
+    ("head_dim", "ring"), [(64, DECODE_DEEP), (112, DECODE_DEEP), (128, DECODE_LAST)]
+)
+def test_narrow_heads_with_at_most_a_tile_for_each_multiprocessor_take_a_deep_ring(head_dim, ring):
+    assert picked([8192] * 16, head_dim=head_dim) == picked([384] * 16, head_dim=head_dim) == ring
+    assert picked([8192] * 4, queries=5, head_dim=head_dim) == ring
 
 
 def test_tiles_that_fill_half_the_multiprocessors_are_divided():
@@ -114,15 +117,15 @@ def test_heads_of_48_to_256_are_prefilled_with_specialised_warps_where_rows_are_
     assert picks(8) == others
 
 
-def test_more_tiles_than_multiprocessors_and_contexts_that_a_ring_holds_do_not():
-    assert picked([8192] * 17) == picked([384] * 16) == picked([384]) == DECODE_LAST
+def test_more_tiles_than_multiprocessors_do_not():
+    assert picked([8192] * 17, head_dim=96) == picked([384] * 17, head_dim=96) == DECODE_LAST
 
 
 def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
     assert programs_for(8, 256, 4, 128, 132) == 16
     monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
     assert programs_for(8, 256, 4, 128, 132) == 1
-    assert picked([32768]) == DECODE_DEEP
+    assert picked([32768]) == DECODE_LAST
     assert cut_of([32768], read_once=False) == Cut.even(8, 1)
 
 

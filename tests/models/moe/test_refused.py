@@ -28,6 +28,10 @@ def test_default_configurations_are_covered(config):
     families.check_config(config())
 
 
+def test_a_qwen3_moe_may_have_dense_layers_alone():
+    families.check_config(Qwen3MoeConfig(**SMALL, num_experts=0))
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
@@ -38,6 +42,8 @@ def test_default_configurations_are_covered(config):
         (MixtralConfig(**SMALL, output_router_logits=True), "output_router_logits=True"),
         (Qwen3MoeConfig(**SMALL, hidden_act="relu"), "hidden_act 'relu'"),
         (Qwen3MoeConfig(**SMALL, num_experts=4), "num_experts_per_tok=8 of 4 experts"),
+        (OlmoeConfig(**SMALL, num_experts=0), "num_experts_per_tok=8 of 0 experts"),
+        (MixtralConfig(**SMALL, num_local_experts=0), "num_experts_per_tok=2 of 0 experts"),
         (Qwen3MoeConfig(**SMALL, attention_dropout=0.5), "active dropout"),
         (Qwen3MoeConfig(**SMALL, decoder_sparse_step=0), r"decoder_sparse_step=0 \(covered: 1"),
         (Qwen3MoeConfig(**SMALL, quantization_config={"bits": 8}), "quantization_config"),

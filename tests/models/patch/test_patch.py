@@ -145,6 +145,26 @@ def test_gradients_kept_over_restore_have_the_parameters_dtype():
     model(tokens(model)).logits.float().sum().backward()
 
 
+def test_a_cast_keeps_the_dtype_asked_for_gradients():
+    right = build_preset("tiny-qwen3", torch.bfloat16)
+    model = build_preset("tiny-qwen3").to(torch.bfloat16).float()
+    with patch(model, grad_dtype=torch.float32), patch(right, grad_dtype=torch.float32):
+        model.to(torch.bfloat16)
+        for each in (model, right):
+            each(tokens(each)).logits.float().sum().backward()
+        found, wanted = ({n: p.grad for n, p in m.named_parameters()} for m in (model, right))
+        assert all(gradient.dtype == torch.float32 for gradient in found.values())
+        assert first_difference(found, wanted) is None
+        model.float()  # and so do its gradients, which stay
+        model(tokens(model)).logits.sum().backward()
+        model.to(torch.bfloat16)
+        with pytest.raises(ValueError, match="has a gradient in torch.bfloat16, and grad_dtype is"):
+            model(tokens(model))
+        model.zero_grad(set_to_none=True)
+        model(tokens(model)).logits.float().sum().backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 def test_stock_runs_the_unpatched_model_inside_its_block():
     model = build_preset("tiny-llama")
     untouched, ids = copy.deepcopy(model), tokens(model)

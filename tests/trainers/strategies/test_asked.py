@@ -128,7 +128,7 @@ def test_a_setting_of_fsdp_that_is_not_followed_is_named(launched, options, sett
         (["--offload_optimizer_device", "cpu"], "OFFLOAD_OPTIMIZER_DEVICE cpu: nothing is offloa"),
         (["--offload_param_device", "nvme"], "OFFLOAD_PARAM_DEVICE nvme: nothing is offloaded"),
         (["--zero3_init_flag", "true"], "ACCELERATE_DEEPSPEED_ZERO3_INIT true: each process loads"),
-        (["--deepspeed_moe_layer_cls_names", "Moe"], "MOE_LAYER_CLS_NAMES Moe: policies are dense"),
+        (["--deepspeed_moe_layer_cls_names", "Moe"], "MOE_LAYER_CLS_NAMES Moe: experts are"),
     ],
 )
 def test_a_setting_of_deepspeed_that_is_not_followed_is_named(launched, options, setting):

@@ -6,7 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from rl_consistency.kernels.core.cache import identity as identity_module
-from rl_consistency.kernels.core.cache.identity import cache_directory, cache_file
+from rl_consistency.kernels.core.cache.identity import (
+    CACHE_VARIABLE,
+    cache_directory,
+    cache_file,
+)
 
 
 def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):
@@ -17,6 +21,14 @@ def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):
     assert cache_directory() == tmp_path / "own"
     monkeypatch.delenv("RL_CONSISTENCY_CACHE")
     assert cache_directory().parts[-2:] == (".cache", "rl_consistency")
+
+
+def test_a_relative_cache_directory_is_one_of_this_process_s_start(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(CACHE_VARIABLE, "cache")
+    found = cache_directory()
+    monkeypatch.chdir("/")
+    assert found == tmp_path / "cache"
 
 
 def test_without_a_home_there_is_a_warning_and_no_file(monkeypatch):

@@ -31,6 +31,17 @@ def test_what_was_replaced_is_read_and_a_failure_leaves_what_was_there(tmp_path,
         assert json.loads(own_text(path)) == {"a": 1} and [*folder.iterdir()] == [path]
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_nothing_else(tmp_path, monkeypatch):
+    path, other = tmp_path / "file[1].json", tmp_path / "file[1].json.lock"
+    other.touch()
+    monkeypatch.setattr(own_file.os, "replace", lambda *_: None)  # killed before this
+    replace_whole(path, {"a": 1})
+    monkeypatch.undo()
+    assert len([*tmp_path.iterdir()]) == 2
+    replace_whole(path, {"a": 2})
+    assert {*tmp_path.iterdir()} == {path, other} and json.loads(path.read_text()) == {"a": 2}
+
+
 def test_a_folder_that_others_could_write_to_is_closed_and_says_so(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
