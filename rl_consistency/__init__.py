@@ -12,7 +12,7 @@ _EXPORTS = {
     "fingerprint": "rl_consistency.numerics.fingerprint",
     "strict": "rl_consistency.numerics.strict",
     "patch": "rl_consistency.models.patch",
-    "token_logprobs": "rl_consistency.models.token_logprobs",
+    "token_logprobs": "rl_consistency.models.scoring.token_logprobs",
     "whole_weights": "rl_consistency.models.sharding",
     "Completion": "rl_consistency.rollout.completion",
     "FailedRequestsError": "rl_consistency.rollout.completion",
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from rl_consistency.integrations.attach import attach
     from rl_consistency.kernels.matmul.audit import schedule_audit
     from rl_consistency.models.patch import patch
+    from rl_consistency.models.scoring.token_logprobs import token_logprobs
     from rl_consistency.models.sharding import whole_weights
-    from rl_consistency.models.token_logprobs import token_logprobs
     from rl_consistency.numerics.errors import ConsistencyError
     from rl_consistency.numerics.fingerprint import fingerprint
     from rl_consistency.numerics.strict import strict

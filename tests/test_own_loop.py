@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens

@@ -9,12 +9,12 @@ from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models import decoder
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import PatchSession, patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens
 
-token_logprobs_module = importlib.import_module("rl_consistency.models.token_logprobs")
+token_logprobs_module = importlib.import_module("rl_consistency.models.scoring.token_logprobs")
 
 SEQUENCES = probe_tokens((9, 33, 21, 16), 61)
 

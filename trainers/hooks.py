@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.token_logprobs import Sampling
+from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, list_digest, parameter_digest

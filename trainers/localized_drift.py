@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from rl_consistency.models.token_logprobs import Sampling
+from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.parity.drift import DriftReport
 from rl_consistency.parity.worst_tokens import WorstToken, worst_tokens
 

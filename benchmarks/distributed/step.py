@@ -21,7 +21,7 @@ from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer

@@ -26,7 +26,7 @@ from benchmarks.timing import Machine
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs

@@ -22,7 +22,7 @@ from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
 from rl_consistency.models.captured.layer_graphs import CAPTURED_AT
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 
 SHORT, MIDDLE, LONG = (16, 1024), (8, 2048), (1, 32768)
 """Sequences and their length."""

@@ -30,8 +30,8 @@ from rl_consistency.integrations.stock_measure import (
     watched_generate,
 )
 from rl_consistency.models.patch import patch
+from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.sharding import unwrapped
-from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.parity.drift import DriftReport
 from rl_consistency.parity.foreign_drift import check_known
 from rl_consistency.parity.gradients import GradientReport

@@ -15,7 +15,7 @@ from rl_consistency.integrations.first_mismatch import FirstMismatch, ScoredRow
 from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.integrations.token_drift import ScoredSample, TokenDrift
 from rl_consistency.integrations.wandb_drift import AttachedWandb
-from rl_consistency.models.token_logprobs import LabelLogprobs
+from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
 from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
 from rl_consistency.rollout.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import of_generate, of_trl_backend
-from rl_consistency.models.token_logprobs import LabelLogprobs
+from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
 
 
 def watched_generate(generate: Any, drift: RolloutDrift, eos_token_ids: list[int]) -> Any:

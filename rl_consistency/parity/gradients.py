@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.models.packing import Layout, lay_out
+from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.models.sharding import whole_weights
-from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.bytes import bits
 

@@ -8,7 +8,7 @@ import torch
 from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs

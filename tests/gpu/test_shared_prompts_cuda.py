@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.presets import build_preset
 

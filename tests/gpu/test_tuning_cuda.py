@@ -17,7 +17,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import LIBRARY, candidates, pick
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes

@@ -5,7 +5,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from rl_consistency.models import decoder, inventory
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
 
 

@@ -8,7 +8,7 @@ from rl_consistency.models import inventory
 from rl_consistency.models.known_hooks import captures_outputs
 from rl_consistency.models.modules import is_unobserved
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
 
 PRESETS = ["tiny-qwen3", "tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"]

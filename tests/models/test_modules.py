@@ -12,7 +12,7 @@ from rl_consistency.models import decoder, modules
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset

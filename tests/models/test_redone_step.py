@@ -8,7 +8,7 @@ import torch
 from rl_consistency.kernels.core import autograd
 from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens

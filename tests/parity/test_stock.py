@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity import stock
 from rl_consistency.parity.digest import each_digest, parameter_digest
 from rl_consistency.parity.stock import shadow_stock_path

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from rl_consistency.kernels.linear import op as linear_op
-from rl_consistency.models import modules, token_logprobs
+from rl_consistency.models import modules
 from rl_consistency.models.families import ops_of
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
+from rl_consistency.models.scoring import scored_rows, token_logprobs
 from rl_consistency.parity import sides
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize
@@ -147,7 +148,7 @@ FAULTS = {
         ("forward", "embedding", None, "embed_tokens"),
     ),
     "token_logprobs": (
-        lambda m: later("scored_rows", output, owner=token_logprobs),
+        lambda m: later("token_logprobs", output, owner=scored_rows),
         ("forward", "token_logprobs", None, "lm_head"),
     ),
     "up_proj's backward, layer 2": (
@@ -183,7 +184,7 @@ FAULTS = {
         ("backward", "rotary", 2, "self_attn"),
     ),
     "token_logprobs' backward": (
-        lambda m: later("scored_rows", input_gradient(0), owner=token_logprobs),
+        lambda m: later("token_logprobs", input_gradient(0), owner=scored_rows),
         ("backward", "token_logprobs", None, "lm_head"),
     ),
     "weight gradient of layer 3's down_proj": (

@@ -10,7 +10,7 @@ from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.moe import modules
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.completion import FailedRequestsError

@@ -7,7 +7,7 @@ import torch
 
 from rl_consistency.kernels.matmul.audit import AuditReport
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, parameter_digest

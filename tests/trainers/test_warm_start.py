@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.learning_sections import WarmStartSection
 from rl_consistency.trainers.config.policy_sections import BuildSection

@@ -21,8 +21,8 @@ from torch import Tensor
 from rl_consistency.distributed.digests import require_same_facts
 from rl_consistency.distributed.leaves import cut
 from rl_consistency.models.packing import Layout, lay_out
+from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.models.sharding import whole_weights
-from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine

@@ -10,7 +10,7 @@ import torch
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs import op as kernel
 from rl_consistency.models import forward
-from rl_consistency.models import token_logprobs as training
+from rl_consistency.models.scoring import scored_rows as training
 from rl_consistency.numerics import fingerprint as fingerprint_module
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_consistency.models.packing import lay_out
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT

@@ -16,7 +16,7 @@ from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
 from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
+from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.gradients import (
     REGROUPINGS,

@@ -11,7 +11,7 @@ from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.inventory import faults
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.rollout.engine import RolloutEngine

@@ -13,7 +13,7 @@ from rl_consistency.models.moe.balance import sequence_balance
 from rl_consistency.models.moe.routing import Routed, RoutingRecord
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import check_gradients
@@ -172,7 +172,7 @@ def over_the_batch(record, layout):
 
 def test_the_batch_wise_loss_depends_on_the_cut():
     """Negative control."""
-    from rl_consistency.models import token_logprobs as scoring
+    from rl_consistency.models.scoring import token_logprobs as scoring
 
     with (
         patch(model := build_preset("tiny-olmoe")),

@@ -13,7 +13,7 @@ from rl_consistency.models.moe.routing import (
 )
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens

@@ -9,7 +9,7 @@ from torch import nn
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import PatchSession, patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
 from tests.models.patch.tiny_models import tokens
 

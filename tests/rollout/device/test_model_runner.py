@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout.device.kv_cache import (
     DEFAULT_TOKENS_PER_SEQUENCE,
     GPU_CACHE_SHARE,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_consistency.models.patch import PatchSession, patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device import model_runner
 from rl_consistency.rollout.engine import RolloutEngine

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 from rl_consistency.models import modules
 from rl_consistency.models.inventory import ForwardState, ForwardWatch
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.engine import RolloutEngine

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout import engine as engine_module
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine

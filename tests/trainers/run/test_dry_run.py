@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from rl_consistency.cli.main import main
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
 from rl_consistency.trainers import memory
 from rl_consistency.trainers.dry_run import reduced

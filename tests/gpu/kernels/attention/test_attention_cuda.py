@@ -156,19 +156,6 @@ def test_decode_gives_the_bytes_of_packed_prefill(case):
     assert all_same([torch.cat(part) for part in zip(*alone, strict=True)], expected)
 
 
-def test_decode_and_prefill_do_not_depend_on_how_the_heads_of_the_cache_lie(case):
-    *caches, table = cached_keys(case)
-    other = [
-        x.contiguous() if not x.is_contiguous() else x.transpose(1, 2).contiguous().transpose(1, 2)
-        for x in (cache.flatten(0, 1)[None] for cache in caches)
-    ]
-    moved = [x.view(cache.shape) for x, cache in zip(other, caches, strict=True)]
-    assert all(x.stride() != cache.stride() for x, cache in zip(moved, caches, strict=True))
-    expected = among(case)[0]
-    assert all_same(decoded(case, keys=(*moved, table)), at_edges(expected))
-    assert all_same(paged(case, CHUNKS, keys=(*moved, table)), expected)
-
-
 def test_chunked_prefill_gives_the_bytes_of_packed_prefill(case):
     expected = among(case)[0]
     parts = [paged(case, [chunk]) for chunk in CHUNKS]

@@ -7,7 +7,7 @@ import torch
 
 from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference

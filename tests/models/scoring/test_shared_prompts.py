@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rl_consistency.models import shared_prompts
-from rl_consistency.models import token_logprobs as scoring
 from rl_consistency.models.patch import patch
-from rl_consistency.models.shared_prompts import SharedPrompts
-from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.models.scoring import shared_prompts
+from rl_consistency.models.scoring import token_logprobs as scoring
+from rl_consistency.models.scoring.shared_prompts import SharedPrompts
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.sampling_params import SamplingParams
