@@ -82,7 +82,7 @@ def test_the_accuracy_document_is_that_of_its_results_file():
 
 def test_the_document_of_an_h100_has_the_bars_that_were_measured_there():
     bars = h100_document(results()).split("## Bars")[1].split("##")[0]
-    assert "training step against Hugging Face with SDPA, lowest" in bars
+    assert "training step of Qwen3-0.6B and 1.7B against Hugging Face with SDPA, lowest" in bars
     assert "not measured" in document(results()) and "not measured" not in bars
 
 
@@ -181,7 +181,7 @@ def test_a_row_without_sequences_shows_its_figures():
 
 
 def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
-    line = "| training step against Hugging Face with SDPA, lowest |"
+    line = "| training step of Qwen3-0.6B and 1.7B against Hugging Face with SDPA, lowest |"
     assert f"{line} 1.28 | &gt;= 1.15 | yes |" in readme_table(results())
     assert f"{line} 1.02 | &gt;= 1.15 | **no** |" in readme_table(results(ratio=1.02))
     cut = readme_table(results(complete=False))
