@@ -140,34 +140,40 @@ def train(
         with world.agreed("the trackers"):
             trackers = TrackerSet(trackers_of(run, wandb) if first else [])
         with trackers:
-
-            def log(step: int, metrics: dict[str, Any]) -> None:
-                with world.agreed("the metrics"):
-                    trackers.log(step, metrics)
-
-            # Logged first, saved second: no kill leaves a checkpoint without its metrics.
-            if not resume:
-                if opening := run.opening_metrics():
-                    log(0, opening)
-                run.save_if_due(0)
-            with endings_deferred(run.progress, speaks=first) as ending:
-                for step in range(first_step, config.training.steps + 1):
-                    try:
-                        metrics = run.step(step)
-                    except ConsistencyError as error:
-                        trackers.log(step, error.metrics)
-                        raise
-                    log(step, metrics)
-                    number = ending.asked(world)
-                    run.save_if_due(step, ends=number != 0)
-                    if number:
-                        ending.end(number)
+            _take_steps(run, trackers, first_step, begins=not resume)
             seconds = time.perf_counter() - started
             with whole_weights(run.model):
                 summary = world.from_first("the summary", lambda: run.summarize(seconds))
             world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
+
+
+def _take_steps(run: _Run, trackers: TrackerSet, first_step: int, *, begins: bool) -> None:
+    """Take the steps that are left, each logged, and saved where that is due. A signal ends the run
+    after its step. A run that begins logs and saves step 0 first."""
+
+    def log(step: int, metrics: dict[str, Any]) -> None:
+        with run.world.agreed("the metrics"):
+            trackers.log(step, metrics)
+
+    # Logged first, saved second: no kill leaves a checkpoint without its metrics.
+    if begins:
+        if opening := run.opening_metrics():
+            log(0, opening)
+        run.save_if_due(0)
+    with endings_deferred(run.progress, speaks=run.first) as ending:
+        for step in range(first_step, run.config.training.steps + 1):
+            try:
+                metrics = run.step(step)
+            except ConsistencyError as error:
+                trackers.log(step, error.metrics)
+                raise
+            log(step, metrics)
+            number = ending.asked(run.world)
+            run.save_if_due(step, ends=number != 0)
+            if number:
+                ending.end(number)
 
 
 class _Run:
