@@ -100,10 +100,8 @@ def train(
     `dry_run` checks everything, takes one small step, and returns its metrics. It leaves no file.
 
     A signal with a handler in Python ends the run after its step and a checkpoint of it.
-
-    Raises:
-        ValueError: bad configuration, data, policy, rewards or checkpoint.
-        ConsistencyError: drift, where the recipe says `on_drift: raise`.
+    ValueError on bad configuration, data, policy, rewards or checkpoint; ConsistencyError on drift,
+    where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
     if dry_run:
@@ -150,17 +148,12 @@ def train(
 
 
 def _take_steps(run: _Run, trackers: TrackerSet, first_step: int, *, begins: bool) -> None:
-    """Take the steps that are left, each logged, and saved where that is due. A signal ends the run
-    after its step. A run that begins logs and saves step 0 first."""
-
-    def log(step: int, metrics: dict[str, Any]) -> None:
-        with run.world.agreed("the metrics"):
-            trackers.log(step, metrics)
-
+    """Take the steps that are left, after step 0 of a run that begins. A signal ends them."""
     # Logged first, saved second: no kill leaves a checkpoint without its metrics.
     if begins:
         if opening := run.opening_metrics():
-            log(0, opening)
+            with run.world.agreed("the metrics"):
+                trackers.log(0, opening)
         run.save_if_due(0)
     with endings_deferred(run.progress, speaks=run.first) as ending:
         for step in range(first_step, run.config.training.steps + 1):
@@ -169,7 +162,8 @@ def _take_steps(run: _Run, trackers: TrackerSet, first_step: int, *, begins: boo
             except ConsistencyError as error:
                 trackers.log(step, error.metrics)
                 raise
-            log(step, metrics)
+            with run.world.agreed("the metrics"):
+                trackers.log(step, metrics)
             number = ending.asked(run.world)
             run.save_if_due(step, ends=number != 0)
             if number:
