@@ -21,7 +21,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.config.recipe import RunConfig, leaf_problems, strategy_problems
-from rl_consistency.trainers.strategies.asked import is_on, strategy_of, unfollowed
+from rl_consistency.trainers.strategies.launcher_settings import is_on, strategy_of, unfollowed
 
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _PARALLEL = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from rl_consistency.distributed.world import World
-from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.numerics.errors import ConsistencyError
 
 
@@ -31,18 +28,3 @@ def require_same_facts(world: World, facts: Mapping[str, str], *, when: str) -> 
             f"{when}: {'; '.join(lines)}. All ranks must have the same versions, devices, "
             "settings, recipe, data and weights."
         )
-
-
-def require_same_tensors(
-    world: World, tensors: Mapping[str, Tensor], *, what: str, when: str
-) -> str:
-    """Compare whole tensors that every rank has, such as replicated weights; returns their SHA-256.
-
-    A difference is looked up tensor by tensor. Raises as `require_same_facts`.
-    """
-    digest = weights_digest(tensors.items())
-    digests = world.gather(f"digest of {what}", digest)
-    if len(set(digests)) > 1:
-        each = {f"{what} {name}": weights_digest([(name, t)]) for name, t in tensors.items()}
-        require_same_facts(world, each, when=when)
-    return digest

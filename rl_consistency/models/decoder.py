@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
+from rl_consistency.kernels.core.remembered_launch import ALIGNMENT as LAUNCH_ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.checkpointing import (
@@ -222,7 +222,7 @@ def _one_of_each_kind(layers: nn.ModuleList) -> list[tuple[int, nn.Module]]:
     kinds: dict[tuple[Any, ...], tuple[int, nn.Module]] = {}
     for index, layer in enumerate(layers):
         weights = tuple(
-            (name, p.dtype, p.shape, p.stride(), p.data_ptr() % ALIGNMENT)
+            (name, p.dtype, p.shape, p.stride(), p.data_ptr() % LAUNCH_ALIGNMENT)
             for name, p in layer.named_parameters()
         )
         window = getattr(layer.self_attn, "window", None)

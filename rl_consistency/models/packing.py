@@ -18,7 +18,8 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.op import STEP
 
-ALIGNMENT = STEP
+ROW_ALIGNMENT = STEP
+"""Rows that each sequence starts on a multiple of."""
 
 Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
 """What `lay_out` can hand sequences to `token_logprobs` in; all give the same bytes."""
@@ -83,8 +84,8 @@ class PackedBatch:
             found = f"{len(lens)} sequences of lengths {list(lens)[:8]}"
             raise ValueError(f"cannot pack {found}; give at least one, and none may be empty.")
         sizes = np.asarray(lens, dtype=np.int64)
-        taken = -(-sizes // ALIGNMENT) * ALIGNMENT
-        starts = np.cumsum(taken + gap * ALIGNMENT) - taken
+        taken = -(-sizes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        starts = np.cumsum(taken + gap * ROW_ALIGNMENT) - taken
         positions = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         rows = np.repeat(starts, sizes) + positions
         position_ids = np.zeros(starts[-1] + taken[-1], dtype=np.int64)

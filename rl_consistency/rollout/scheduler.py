@@ -36,7 +36,7 @@ from rl_consistency.rollout.statistics import RolloutStatistics
 _SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
 _UNTIDY = 64  # ended sequences tolerated in the queue
 
-Sampled = list[tuple[int, float, *tuple[int, ...]]]
+SampledTokens = list[tuple[int, float, *tuple[int, ...]]]
 """Token id, logprob and, in a sparse model, routing at each position a chunk samples at: 1 +
 len(draft) of them."""
 
@@ -153,7 +153,7 @@ class Scheduler:
                 self._refused = None  # it may find more of itself in the cache
 
     def take_in(
-        self, chunks: Sequence[ScheduledChunk], sampled_rows: Sequence[Sampled]
+        self, chunks: Sequence[ScheduledChunk], sampled_rows: Sequence[SampledTokens]
     ) -> list[RolloutSequence]:
         """Append what a launched step sampled for its chunks; returns the sequences that ended."""
         ended: list[RolloutSequence] = []
@@ -195,7 +195,7 @@ class Scheduler:
         self.statistics.discarded_rows += num_discarded
         return ended
 
-    def _take_in_draft(self, chunk: ScheduledChunk, sampled: Sampled) -> None:
+    def _take_in_draft(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
         """Keep the first sampled token, and each further one whose guess before it was right."""
         sequence, known = chunk.sequence, chunk.sequence.num_tokens
         accepted = num_accepted(chunk.draft, [token_id for token_id, *_ in sampled])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rl_consistency.models.packing import ALIGNMENT, PackedBatch, lay_out, pack_padded
+from rl_consistency.models.packing import ROW_ALIGNMENT, PackedBatch, lay_out, pack_padded
 
 SEQUENCES = [[5, 6], [7], list(range(20, 57)), list(range(100, 116))]
 
@@ -51,7 +51,7 @@ def test_every_sequence_starts_on_the_alignment():
     batch = PackedBatch.from_sequences(SEQUENCES)
     assert batch.layout.query_starts == [0, 16, 32, 80]
     assert batch.layout.query_lens == [2, 1, 37, 16]
-    assert len(batch.input_ids) == 96 and len(batch.input_ids) % ALIGNMENT == 0
+    assert len(batch.input_ids) == 96 and len(batch.input_ids) % ROW_ALIGNMENT == 0
     for start, sequence in zip(batch.layout.query_starts, SEQUENCES, strict=True):
         rows = slice(start, start + len(sequence))
         assert batch.input_ids[rows].tolist() == sequence

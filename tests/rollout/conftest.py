@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import PromptLookupDrafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk, Scheduler
+from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk, Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.step_loop import StepLoop
 
@@ -90,10 +90,10 @@ class ToyStep:
 
     runner: ToyRunner
     chunks: list[ScheduledChunk]
-    sampled: list[Sampled]
+    sampled: list[SampledTokens]
     replayed_prefill = False
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> list[SampledTokens]:
         assert self.runner.in_flight.pop(0) is self, "steps are waited for once, in order"
         self.runner.events.append("wait")
         return self.sampled
@@ -139,13 +139,13 @@ class ToyRunner:
         self.in_flight.append(step)
         return step
 
-    def _compute(self, chunk: ScheduledChunk) -> tuple[list[int], Sampled]:
+    def _compute(self, chunk: ScheduledChunk) -> tuple[list[int], SampledTokens]:
         """The cache entries of the chunk's tokens, and what it samples."""
         sequence = chunk.sequence
         read = [self._cache[self._place(chunk, p)] for p in range(chunk.start)]
         entry, total = (read[-1] if read else 0), sum(read)
         entries: list[int] = []
-        sampled: Sampled = []
+        sampled: SampledTokens = []
         for index, token_id in enumerate(self._token_ids(chunk)):
             entry = entry_of(entry, token_id)
             total += entry

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models.forward import cache_sizes, check_forward, paged_hidden_states
-from rl_consistency.models.packing import ALIGNMENT, PackedBatch, from_host
+from rl_consistency.models.packing import ROW_ALIGNMENT, PackedBatch, from_host
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class SharedPrompts:
     ) -> SharedPrompts | None:
         """The cut, at whole blocks of each prompt; None where no two begin alike."""
         cuts = [
-            min(prompt, len(tokens) - 1) // ALIGNMENT * ALIGNMENT
+            min(prompt, len(tokens) - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
             for tokens, prompt in zip(sequences, prompt_lengths, strict=True)
         ]
         beginnings = [tuple(tokens[:cut]) for tokens, cut in zip(sequences, cuts, strict=True)]
@@ -83,7 +83,7 @@ def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Seq
     starts, lens, pasts = batch.layout.query_starts, batch.layout.query_lens, shared.pasts
     rows = len(batch.input_ids)
     blocks = [
-        list(range(start // ALIGNMENT, -(-(start + n) // ALIGNMENT)))
+        list(range(start // ROW_ALIGNMENT, -(-(start + n) // ROW_ALIGNMENT)))
         for start, n in zip(starts, lens, strict=True)
     ]
     spans = np.zeros(rows, dtype=np.int64)
@@ -92,7 +92,7 @@ def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Seq
     layers, *of_a_token = cache_sizes(model)
     # Every slot is written in every layer before it is read, those of filler rows too.
     cache = torch.empty(
-        2, rows // ALIGNMENT, ALIGNMENT, *of_a_token, dtype=model.dtype, device=model.device
+        2, rows // ROW_ALIGNMENT, ROW_ALIGNMENT, *of_a_token, dtype=model.dtype, device=model.device
     )
     paged = PagedAttention(
         query_starts=starts,
@@ -105,7 +105,7 @@ def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Seq
         slot_mapping=torch.arange(rows, device=model.device),
         key_cache=[cache[0]] * layers,
         value_cache=[cache[1]] * layers,
-        block_size=ALIGNMENT,
+        block_size=ROW_ALIGNMENT,
     )
     positions = batch.position_ids + from_host(spans, model.device)
     assert isinstance(model, nn.Module)

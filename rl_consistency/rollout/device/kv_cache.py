@@ -22,7 +22,8 @@ process needs the rest."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KVCache:
-    """Two tensors per layer, [num_blocks + 1, block_size, num_key_value_heads, head_dim] each.
+    """Two tensors per layer, [num_blocks + 1, block_size, num_key_value_heads, head_dim] each, in
+    memory as `zero_cache` lays them out.
 
     Padding rows write to block number `num_blocks`, behind the last. No sequence holds or reads it.
     """

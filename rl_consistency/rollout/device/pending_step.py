@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
+from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
 
 SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
@@ -34,14 +34,14 @@ class PendingStep:
         self._done = done
         self.replayed_prefill = replayed_prefill
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> list[SampledTokens]:
         """Wait for this step alone; returns what each of `chunks` sampled.
 
         A logprob is NaN where the row's logits are.
         """
         if self._done is not None:
             self._done.synchronize()
-        sampled: list[Sampled] = [[] for _ in self._sampling]
+        sampled: list[SampledTokens] = [[] for _ in self._sampling]
         for values, spans in self._calls:
             columns = [values[0], values[1].view(torch.float32)]
             if len(values) > 2:

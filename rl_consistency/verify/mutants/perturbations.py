@@ -257,7 +257,7 @@ def gated_values_in_eight_bits() -> AbstractContextManager[Any]:
 @mutant("sequences not aligned", "C3 chain, regrouped")
 def sequences_not_aligned() -> AbstractContextManager[Any]:
     """Packed sequences do not start on a multiple of 16."""
-    return attribute(packing, "ALIGNMENT", 1)
+    return attribute(packing, "ROW_ALIGNMENT", 1)
 
 
 @mutant("accumulators as they are", cuda="C3 chain, replayed")

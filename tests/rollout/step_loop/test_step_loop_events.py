@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
+from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 
 Make = Callable[..., Any]
@@ -200,7 +200,7 @@ def test_a_step_whose_launch_fails_shares_nothing(
 ) -> None:
     served = toy()
 
-    def out_of_memory(chunks: list[ScheduledChunk]) -> list[Sampled]:
+    def out_of_memory(chunks: list[ScheduledChunk]) -> list[SampledTokens]:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(served.runner, "launch", out_of_memory)

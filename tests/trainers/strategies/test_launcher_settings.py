@@ -10,7 +10,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.launch import check_launch
-from rl_consistency.trainers.strategies.asked import (
+from rl_consistency.trainers.strategies.launcher_settings import (
     DEEPSPEED,
     FSDP,
     engines_off,
