@@ -21,6 +21,7 @@ from rl_consistency.integrations.refusals import (
     check_engine_options,
     check_gradient_options,
     check_trainer,
+    takes_logits,
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
@@ -72,11 +73,15 @@ class Attachment:
         after an exception inside a step."""
         self._undo.close()
 
-    def _set(self, owner: Any, name: str, value: object) -> None:
-        """An attribute of an object's own, put back by `detach`."""
+    def _set(
+        self, owner: Any, name: str, value: object, unless: Callable[[], bool] = lambda: False
+    ) -> None:
+        """An attribute of an object's own, put back by `detach` unless that says otherwise then."""
         found = vars(owner).get(name, _MISSING)
 
         def put_back() -> None:
+            if unless():
+                return
             if found is _MISSING:
                 vars(owner).pop(name, None)
             else:
@@ -162,6 +167,11 @@ def attach(
     check_engine_options(engine)
     gradients = {"every": check_gradients_every, "seconds": check_gradients_seconds}
     check_gradient_options(**gradients)
+    if check_gradients_every and takes_logits(trainer):
+        raise ValueError(
+            "check_gradients_every reads scores of calls with labels, which label_smoothing_factor "
+            "and compute_loss_func leave out; set it to 0."
+        )
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
     if not generates and (engine or measure_only):
         raise TypeError(
@@ -201,7 +211,13 @@ def _attach_to_data(
 ) -> None:
     observers = _check_gradients(attachment, trainer, None, gradients)
     answer = LabelAnswer(most_likely=kind == "SFTTrainer", observers=observers)
+    if kind == "Trainer":
+        attachment._set(trainer, "predict", _refuse_predictions)
     attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
+
+
+def _refuse_predictions(*_: Any, **__: Any) -> None:
+    raise ValueError("predict() needs logits, and a call with labels makes none; detach() first.")
 
 
 def _give_masters(attachment: Attachment, trainer: Any) -> torch.dtype | None:
@@ -216,7 +232,9 @@ def _give_masters(attachment: Attachment, trainer: Any) -> torch.dtype | None:
         or trainer.optimizer is not None
     ):
         return None
-    attachment._set(trainer, "optimizer", with_masters(trainer))
+    optimizer = with_masters(trainer)
+    # Training that goes on without the attachment keeps it: a trainer has no other to step with.
+    attachment._set(trainer, "optimizer", optimizer, unless=lambda: trainer.is_in_train)
     return torch.float32 if trainer.accelerator.num_processes == 1 else None
 
 
@@ -242,7 +260,7 @@ def _attach_to_rollouts(
     sampling = SamplingParams(
         temperature=trainer.temperature,
         top_k=trainer.top_k or 0,
-        top_p=trainer.top_p,
+        top_p=1.0 if trainer.top_p is None else trainer.top_p,
         min_p=trainer.min_p or 0.0,
         max_tokens=trainer.max_completion_length,
         seed=trainer.args.seed,
@@ -258,6 +276,7 @@ def _attach_to_rollouts(
         attachment._freeze(reference)
 
     generation = EngineGeneration(trainer, trainer.model, sampling, drift, engine)
+    attachment._call_back(trainer, generation)
     for name, value in {
         "vllm_generation": generation,
         "use_vllm": True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers import TrainerCallback
+
 from rl_consistency.integrations.refusals import check_same_model
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled
@@ -15,11 +17,11 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 _STEP, _CALL, _EVALUATION = 1 << 40, 1 << 30, 1 << 63
 
 
-class EngineGeneration:
+class EngineGeneration(TrainerCallback):
     """What TRL keeps as `trainer.vllm_generation`: `generate` and `sync_weights`.
 
-    A completion is keyed by the seed, the optimizer step and the place of its prompt in the global
-    batch, so that it does not depend on the number of processes.
+    A completion of training is keyed by the seed, the optimizer step and the place of its prompt in
+    the global batch. So it depends neither on the number of processes nor on evaluations.
     """
 
     def __init__(
@@ -33,7 +35,11 @@ class EngineGeneration:
         self._trainer, self._policy, self._sampling = trainer, policy, sampling
         self._drift, self._options = drift, options
         self._engine: RolloutEngine | None = None
-        self._last_call = (-1, -1)
+        self._last_calls: dict[bool, tuple[int, int]] = {}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Forget the calls of a training that was broken off."""
+        self._last_calls.clear()
 
     def sync_weights(self) -> None:
         """Nothing to do: the engine reads the trainer's weights in place."""
@@ -74,14 +80,16 @@ class EngineGeneration:
         return [replace(self._sampling, max_tokens=max(1, room)) for room in rooms]
 
     def _prompt_ids(self, count: int) -> list[int]:
+        """Numbers of training's prompts, or of an evaluation's, which count their own calls."""
         trainer, args = self._trainer, self._trainer.args
-        step, call = trainer.state.global_step, 0
-        if step == self._last_call[0]:
-            call = self._last_call[1] + 1
-        self._last_call = (step, call)
+        step, call, trains = trainer.state.global_step, 0, self._policy.training
+        last_step, last_call = self._last_calls.get(trains, (-1, -1))
+        if step == last_step:
+            call = last_call + 1
+        self._last_calls[trains] = (step, call)
         processes = trainer.accelerator.num_processes
         width, base = args.generation_batch_size // processes, 0
-        if not self._policy.training:
+        if not trains:
             width, base = max(width, args.per_device_eval_batch_size), _EVALUATION
         first = base + step * _STEP + call * _CALL + trainer.accelerator.process_index * width
         return list(range(first, first + count))

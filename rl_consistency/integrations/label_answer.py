@@ -18,10 +18,6 @@ Observer = Callable[[Tensor, PaddedBatch, LabelLogprobs], None]
 """Sees input ids [B, L], how they were packed, and their scores, in a pass with gradients."""
 
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What a collator of packed rows passes beside the position ids, whose restarts say the same."""
-
-
 class LabelAnswer:
     """Canonical logprobs, in the form that the trainer asks for.
 
@@ -55,12 +51,10 @@ class LabelAnswer:
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> Any:
-        boundaries = others.get("cu_seq_lens_q")
-        if position_ids is not None:
-            others = {key: value for key, value in others.items() if key not in _BOUNDARIES}
         batch = packed_inputs(input_ids, attention_mask, position_ids, others)
-        _check_boundaries(batch, boundaries)
         assert input_ids is not None  # packed_inputs asks for them
+        if not fused_lm_head:
+            _check_labels(batch, labels)
         scores = label_logprobs(
             policy,
             batch,
@@ -87,10 +81,14 @@ class LabelAnswer:
         )
 
 
-def _check_boundaries(batch: PaddedBatch, boundaries: Tensor | None) -> None:
-    found = list(itertools.accumulate(batch.packed.layout.query_lens, initial=0))
-    if boundaries is not None and boundaries.tolist() != found:
+def _check_labels(batch: PaddedBatch, labels: Tensor) -> None:
+    """ValueError for labels that stock scores from a row that says nothing of them. They are left
+    out here, and the trainer's divisor counts them. That in column 0 has no row in stock."""
+    starts = torch.zeros_like(batch.mask[batch.mask])
+    starts[list(itertools.accumulate(batch.packed.layout.query_lens[:-1], initial=0))] = True
+    unscored = ~batch.mask | torch.zeros_like(batch.mask).masked_scatter(batch.mask, starts)
+    if bool((unscored & (labels != -100))[:, 1:].any()):
         raise ValueError(
-            f"cu_seq_lens_q is {boundaries.tolist()}, and position_ids restart at {found}; give "
-            "position_ids that count each packed sequence from 0."
+            "labels at padding, or at the first token of a sequence that does not begin its row; "
+            "set them to -100: nothing that says something of them comes before."
         )

@@ -70,9 +70,11 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from what `state_dict` gave, or that of an AdamW over the weights themselves:
+        their masters are then the weights."""
         state_dict = dict(state_dict)
-        for master, saved in zip(self._masters, state_dict.pop("masters"), strict=True):
+        masters = state_dict.pop("masters", self._weights)
+        for master, saved in zip(self._masters, masters, strict=True):
             master.copy_(saved)
         super().load_state_dict(state_dict)
 
@@ -80,7 +82,7 @@ class MasterAdamW(torch.optim.AdamW):
 def with_masters(trainer: Any) -> MasterAdamW:
     """The optimizer that the trainer's arguments ask for, over fp32 masters.
 
-    ValueError if they ask for another than AdamW.
+    ValueError if they, or the trainer's class, ask for another than AdamW.
     """
     if trainer.args.optim not in OPTIMIZERS:
         raise ValueError(
@@ -91,4 +93,10 @@ def with_masters(trainer: Any) -> MasterAdamW:
         )
     stock = trainer.create_optimizer()
     trainer.optimizer = None
+    if type(stock) is not torch.optim.AdamW:
+        raise ValueError(
+            f"attach() would put AdamW with fp32 masters in the place of the trainer's "
+            f"{type(stock).__name__}. Give the trainer this optimizer (optimizers=), or load the "
+            "model in float32."
+        )
     return MasterAdamW(stock.param_groups)

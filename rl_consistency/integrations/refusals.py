@@ -40,6 +40,29 @@ _OFF: dict[str, tuple[object, str]] = {
 """Argument of the trainer's args -> the value that is covered, and what to do."""
 
 
+CAUSAL_LOSS = "ForCausalLM"
+
+_UNREAD = (
+    *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "do_sample"),
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),  # the trainer's own hold
+    *("max_length", "max_new_tokens", "max_cache_len", "num_return_sequences", "low_memory"),
+    *("use_cache", "cache_implementation", "cache_config", "prefill_chunk_size"),
+    *("compile_config", "disable_compile", "continuous_batching_config", "early_stopping"),
+    *("length_penalty", "return_dict_in_generate", "is_assistant", "prompt_lookup_num_tokens"),
+)
+_UNREAD_KINDS = ("_", "output_", "assistant_", "num_assistant_")
+"""Fields of a generation_config, and beginnings of their names, that change no token here."""
+_IDLE = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "typical_p"), 1),
+    **dict.fromkeys(
+        ("min_length", "min_new_tokens", "no_repeat_ngram_size", "diversity_penalty"), 0
+    ),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "encoder_no_repeat_ngram_size"), 0),
+    "encoder_repetition_penalty": 1,
+}
+"""Other fields -> the value that changes no token."""
+
+
 def trainer_kind(trainer: object) -> Kind:
     """Which of the covered classes the trainer is of, or made from.
 
@@ -50,7 +73,7 @@ def trainer_kind(trainer: object) -> Kind:
         covered = cls.__name__ in get_args(Kind) and not cls.__module__.startswith("trl.exp")
         if of_trl and covered:
             _check_trl_version()
-            _check_methods(type(trainer), cls)
+            _check_methods(trainer, cls)
             return cls.__name__  # pyright: ignore[reportReturnType]
         if cls is transformers.Trainer:
             return "Trainer"
@@ -72,9 +95,11 @@ def _check_trl_version() -> None:
         )
 
 
-def _check_methods(cls: type, covered: type) -> None:
+def _check_methods(trainer: object, covered: type) -> None:
+    cls = type(trainer)
     for name in _SEAM_METHODS:
-        if getattr(cls, name, None) is not getattr(covered, name, None):
+        of_class = getattr(cls, name, None) is not getattr(covered, name, None)
+        if of_class or name in vars(trainer):
             raise TypeError(
                 f"{cls.__qualname__} has a {name} of its own, which may pass by what attach() "
                 f"puts in; remove it, or use {covered.__name__} itself."
@@ -169,14 +194,47 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
             f"router_aux_loss_coef={trainer.router_aux_loss_coef}: the load-balancing loss is no "
             "sum over sequences, so every cut of the batch changes it; set router_aux_loss_coef=0.0"
         )
-    if kind == "Trainer" and trainer.compute_metrics is not None:
-        yield "compute_metrics needs logits, which a call with labels does not make; leave it out"
+    if kind == "Trainer":
+        if trainer.compute_metrics is not None:
+            yield "compute_metrics needs logits, which a call with labels does not make; drop it"
+        yield from _loss_faults(model)
     if kind in ("GRPOTrainer", "RLOOTrainer"):
         yield from _rollout_faults(trainer)
 
 
+def _loss_faults(model: Any) -> Iterator[str]:
+    """Losses of a model's own, in whose place a call with labels gives the causal one."""
+    if "_loss_function" in vars(model):
+        yield "model.loss_function was set; give the trainer compute_loss_func= instead"
+    elif (found := model.loss_type) != CAUSAL_LOSS:
+        yield f"model.loss_type={found!r}; a call with labels gives {CAUSAL_LOSS}, set it to that"
+
+
+def takes_logits(trainer: Any) -> bool:
+    """Whether the trainer computes its loss from logits, in a call without labels."""
+    func = getattr(trainer, "compute_loss_func", None)
+    return bool(getattr(trainer.args, "label_smoothing_factor", 0.0)) or func is not None
+
+
+def _generation_faults(model: Any) -> Iterator[str]:
+    """Rules of the model's own generation_config that the engine does not know."""
+    config = model.generation_config
+    for name, value in (config.to_diff_dict() if config is not None else {}).items():
+        idle = value in (None, False, [], {}) or value == _IDLE.get(name)
+        if not idle and name not in _UNREAD and not name.startswith(_UNREAD_KINDS):
+            yield (
+                f"model.generation_config.{name}={value!r}; the engine has no such rule, set it to "
+                "None"
+            )
+
+
 def _rollout_faults(trainer: Any) -> Iterator[str]:
     args, tokenizer = trainer.args, trainer.processing_class
+    if not trainer.temperature > 0:
+        yield f"temperature={trainer.temperature!r}; greedy completions are equal, set it above 0"
+    if trainer.max_completion_length is None:
+        yield "max_completion_length=None; the engine needs a number of tokens"
+    yield from _generation_faults(trainer.model)
     if getattr(tokenizer, "eos_token_id", None) is None:
         yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
     if trainer.repetition_penalty != 1.0:
@@ -184,14 +242,18 @@ def _rollout_faults(trainer: Any) -> Iterator[str]:
         yield f"repetition_penalty={found!r}; the engine has none, set it to 1.0"
     if getattr(trainer, "rollout_func", None) is not None:
         yield "rollout_func generates by itself; leave it out, the engine generates"
-    truncates = bool(trainer.top_k) or trainer.top_p < 1 or bool(trainer.min_p)
-    updates = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
+    truncates = bool(trainer.top_k) or (trainer.top_p or 1) < 1 or bool(trainer.min_p)
+    passes, each = (
+        args.steps_per_generation * trainer.num_iterations,
+        args.gradient_accumulation_steps,
+    )
     found = f"top_k={trainer.top_k}, top_p={trainer.top_p}, min_p={trainer.min_p}"
-    if truncates and (trainer.beta != 0 or updates > 1):
+    if truncates and (trainer.beta != 0 or each % passes):
         yield (
-            f"{found} with beta={trainer.beta} and {updates:g} updates per rollout: a sampled "
-            "token may leave the support of other weights. Sample without truncation, or set "
-            "beta=0 and num_iterations=1"
+            f"{found} with beta={trainer.beta}, and {passes} passes over a rollout "
+            f"(steps_per_generation x num_iterations) for {each} of an update: a sampled token may "
+            "leave the support of other weights. Sample without truncation, or set beta=0, "
+            "num_iterations=1 and gradient_accumulation_steps to a multiple of steps_per_generation"
         )
     if truncates and getattr(trainer, "tools", None):
         yield (

@@ -24,6 +24,9 @@ ROW_ALIGNMENT = STEP
 Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
 """What `lay_out` can hand sequences to `token_logprobs` in; all give the same bytes."""
 
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What a collator of packed rows passes beside the position ids, whose restarts say the same."""
+
 EXTRA_COLUMNS = 3
 """Beyond the longest sequence, so that every padded row has padding."""
 
@@ -183,8 +186,13 @@ def packed_inputs(
     position_ids: Tensor | None,
     kwargs: dict[str, Any],
 ) -> PaddedBatch:
-    """The packed arguments of a patched forward; ValueError for those only the stock one takes."""
+    """The packed arguments of a patched forward; ValueError for those only the stock one takes, and
+    for borders of packed rows that are not those of the position ids."""
+    borders = kwargs.get("cu_seq_lens_q")
+    if position_ids is not None:
+        kwargs = {key: value for key, value in kwargs.items() if key not in _BORDERS}
     unused = {name for name, value in kwargs.items() if value is None or value is False}
+    unused.add("num_items_in_batch")  # a divisor of losses that are computed elsewhere
     covered = {"return_dict"} if kwargs.get("return_dict") else set()
     extra = sorted(kwargs.keys() - unused - covered)
     if extra or input_ids is None:
@@ -195,7 +203,14 @@ def packed_inputs(
             "logprobs rl_consistency.token_logprobs, for a trainer rl_consistency.attach, or "
             "restore() the stock model."
         )
-    return pack_padded(input_ids, attention_mask, position_ids)
+    batch = pack_padded(input_ids, attention_mask, position_ids)
+    found = list(itertools.accumulate(batch.packed.layout.query_lens, initial=0))
+    if borders is not None and borders.tolist() != found:
+        raise ValueError(
+            f"cu_seq_lens_q is {borders.tolist()}, and position_ids restart at {found}; give "
+            "position_ids that count each packed sequence from 0."
+        )
+    return batch
 
 
 def lay_out(

@@ -36,6 +36,30 @@ def test_no_two_prompts_of_a_run_have_one_id(processes):
     assert len(set(ids)) == len(ids) and min(ids) >= 0 and max(ids) < 2**64
 
 
+def test_ids_of_training_depend_on_no_evaluation_and_no_broken_training():
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=3),
+        accelerator=SimpleNamespace(num_processes=1, process_index=0),
+        args=SimpleNamespace(generation_batch_size=8, per_device_eval_batch_size=8),
+    )
+    policy = SimpleNamespace(training=True)
+
+    def ids(*modes):
+        generation = EngineGeneration(trainer, policy, None, None, {})
+        found = []
+        for mode in modes:
+            if mode == "begin":
+                generation.on_train_begin()
+                continue
+            policy.training = mode == "train"
+            found.append((mode, generation._prompt_ids(8)))
+        return [drawn for mode, drawn in found if mode == "train"]
+
+    right = ids("train", "train")
+    assert right == ids("eval", "eval", "train", "eval", "train")
+    assert right == ids("train", "begin", "train", "train")[1:] and right[0] != right[1]
+
+
 def test_images_are_refused():
     generation = EngineGeneration(SimpleNamespace(), None, None, None, {})
     with pytest.raises(ValueError, match="images are not covered"):

@@ -8,9 +8,10 @@ pytest.importorskip("trl", reason="trl is an optional extra")
 
 import torch
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
 from rl_consistency.integrations.master_weights import MasterAdamW
-from tests.integrations.trainers import grpo, loaded, logged
+from tests.integrations.trainers import grpo, loaded, logged, plain
 
 
 @pytest.fixture
@@ -136,3 +137,44 @@ def test_another_optimizer_than_adamw_is_refused_for_16_bit_weights(directory, t
     with pytest.raises(ValueError, match="optim='sgd' for a model in torch.bfloat16.*adamw_torch"):
         attach(trainer)
     assert trainer.optimizer is None and not trainer.use_vllm
+
+
+def test_another_optimizer_than_asked_for_is_not_put_in(directory, tmp_path, attach):
+    class Own(Trainer):
+        def create_optimizer(self, *given):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            return self.optimizer
+
+    trainer = plain(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16), trainer=Own)
+    with pytest.raises(
+        ValueError, match="AdamW with fp32 masters in the place of the trainer's SGD"
+    ):
+        attach(trainer)
+    assert trainer.optimizer is None
+
+
+def test_the_state_of_an_adamw_over_the_weights_is_continued():
+    weight = torch.nn.Parameter(torch.randn(4, 3).bfloat16())
+    stock = torch.optim.AdamW([weight], lr=1e-2)
+    weight.grad = torch.ones_like(weight)
+    stock.step()
+    ours = MasterAdamW(torch.optim.AdamW([weight], lr=1e-2).param_groups)
+    ours.load_state_dict(stock.state_dict())
+    (master,) = ours.state_dict()["masters"]
+    assert torch.equal(master, weight.detach().float())
+    assert ours.state[ours.param_groups[0]["params"][0]]["exp_avg"].dtype == torch.float32
+    weight.grad = torch.ones_like(weight)
+    ours.step()
+    assert torch.equal(weight.detach(), ours.state_dict()["masters"][0].bfloat16())
+
+
+def test_a_trainer_that_is_detached_in_training_goes_on(directory, tmp_path, attach):
+    class Detach(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            attachment.detach()
+
+    trainer = plain(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16))
+    attachment = attach(trainer)
+    trainer.add_callback(Detach())
+    trainer.train()
+    assert trainer.state.global_step == 2

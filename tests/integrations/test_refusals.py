@@ -11,7 +11,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 from rl_consistency.models.families import UnsupportedModelError
-from tests.integrations.trainers import grpo, loaded
+from tests.integrations.trainers import grpo, loaded, plain, sft
 
 
 def set_on(path, value):
@@ -37,10 +37,25 @@ ASKED = {
     "repetition": ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1; .*set it to 1\.0"),
     "other sampling": ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs=.* to None"),
     "support and KL": ({"top_p": 0.9, "beta": 0.1}, r"top_p=0\.9.*set beta=0"),
-    "support and iterations": ({"top_k": 5, "num_iterations": 2}, "top_k=5.* 2 updates per roll"),
+    "support and iterations": (
+        {"top_k": 5, "num_iterations": 2},
+        "top_k=5.*, and 2 passes over a rollout .* for 1 of",
+    ),
+    "support and misaligned steps": (
+        {"top_k": 3, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
+        "top_k=3.* and 2 passes over a rollout .* for 3 of an update",
+    ),
+    "greedy": ({"temperature": 0.0}, r"temperature=0\.0; greedy completions are equal"),
+    "no length": ({"max_completion_length": None}, "max_completion_length=None; the engine needs"),
     "noise": ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0; .*to None"),
 }
 CHANGED = {
+    "suppressed tokens": (
+        set_on("model.generation_config.suppress_tokens", [5]),
+        r"model.generation_config.suppress_tokens=\[5\]; the engine has no such rule",
+    ),
+    "least length": (set_on("model.generation_config.min_new_tokens", 3), "min_new_tokens=3; the"),
+    "a last token": (set_on("model.generation_config.forced_eos_token_id", 1), "forced_eos_token_"),
     "training": (set_on("is_in_train", True), r"call attach\(\) before train\(\)"),
     "liger": (set_on("args.use_liger_kernel", True), "use_liger_kernel=True; .*to False"),
     "adapters": (set_on("model.peft_config", {}), "peft_config: adapters .*merge_and_unload"),
@@ -72,6 +87,41 @@ def test_a_state_that_is_not_covered(change, message, directory, tmp_path, attac
     trainer = grpo(directory, tmp_path)
     change(trainer)
     check_refused(trainer, attach, ValueError, message)
+
+
+def test_rules_of_generation_that_say_nothing_are_covered(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, top_p=None)
+    idle = {"min_length": 0, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": [], "top_k": 50}
+    trainer.model.generation_config.update(
+        **idle, output_scores=True, cache_implementation="static"
+    )
+    assert attach(trainer)
+
+
+def test_a_seam_that_was_replaced_on_the_trainer(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    trainer._generate_single_turn = lambda *given: None
+    check_refused(trainer, attach, TypeError, "_generate_single_turn of its own")
+
+
+def test_a_loss_of_the_models_own(directory, tmp_path, attach):
+    for name, value in (("loss_function", lambda *given: 0), ("loss_type", "ForMaskedLM")):
+        trainer = plain(directory, tmp_path)
+        setattr(trainer.model, name, value)
+        check_refused(trainer, attach, ValueError, f"model.{name}")
+
+
+def test_gradient_checks_of_a_loss_from_logits(directory, tmp_path, attach):
+    for trainer in (
+        sft(directory, tmp_path, label_smoothing_factor=0.1),
+        plain(
+            directory, tmp_path, compute_loss_func=lambda outputs, labels, **_: outputs.logits.sum()
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match="check_gradients_every reads scores of calls with lab"
+        ):
+            attach(trainer, check_gradients_every=1)
 
 
 def test_weights_in_float16(directory, tmp_path, attach):

@@ -61,7 +61,7 @@ def sft(directory, tmp_path, *, model=None, **options):
     )
 
 
-def plain(directory, tmp_path, *, model=None, **options):
+def plain(directory, tmp_path, *, model=None, trainer=Trainer, compute_loss_func=None, **options):
     """transformers' Trainer on the same lines, padded by hand."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
 
@@ -70,8 +70,9 @@ def plain(directory, tmp_path, *, model=None, **options):
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return {**batch, "labels": labels}
 
-    return Trainer(
+    return trainer(
         model=model or loaded(directory),
+        compute_loss_func=compute_loss_func,
         args=TrainingArguments(
             output_dir=str(tmp_path),
             **(

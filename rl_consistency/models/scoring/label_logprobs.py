@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.sampling.op import SamplingRows
+from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.packing import PaddedBatch, from_host
 from rl_consistency.models.scoring.scored_rows import (
@@ -67,6 +68,8 @@ def label_logprobs(
         raise ValueError("labels differ from input_ids; give the tokens themselves, or -100.")
     mask = torch.zeros_like(batch.mask).masked_scatter(batch.mask, wanted)[:, 1:]
     scored = list(wanted.cpu().split(lens))
+    if max(lens) == 1:
+        return _none_scored(policy, batch, mask, most_likely)
     if not any(map(torch.any, scored)):
         longest = lens.index(max(lens))
         scored[longest] = torch.arange(lens[longest]) == 1  # for the graph; the mask drops it
@@ -83,3 +86,15 @@ def label_logprobs(
         best, _ = row_scores(policy, hidden.detach(), rows, greedy)
     hits = torch.zeros_like(mask).masked_scatter(mask, best == 0)
     return LabelLogprobs(logprobs, entropy, mask, hits, routing)
+
+
+def _none_scored(
+    policy: nn.Module, batch: PaddedBatch, mask: Tensor, most_likely: bool
+) -> LabelLogprobs:
+    """Differentiable zeros of a batch whose sequences have one token each."""
+    with recorded_routing() as record:
+        hidden = packed_hidden_states(policy, batch.packed)
+    zeros = hidden.float().sum() * 0.0 + torch.zeros(mask.shape, device=mask.device)
+    routing = [torch.zeros_like(mask, dtype=torch.int64)] if record.layers else []
+    hits = torch.zeros_like(mask) if most_likely else None
+    return LabelLogprobs(zeros, zeros, mask, hits, *routing)

@@ -191,3 +191,56 @@ def test_detach_gives_sft_and_the_plain_trainer_back(directory, tmp_path, attach
         attachment.detach()
         assert vars(trainer) == found and vars(trainer.model).keys() == own.keys()
         assert vars(trainer.model).get("forward") is own.get("forward")
+
+
+def test_labels_that_stock_scores_from_a_row_of_another_are_refused(directory, tmp_path, attach):
+    trainer = plain(directory, tmp_path)
+    attach(trainer)
+    ids, mask = torch.tensor([[9, 9, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
+    rows = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[0, 1, 2, 0, 1]])
+    calls = {
+        "at padding": {"input_ids": ids, "attention_mask": mask, "labels": ids},
+        "at a first token": {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": ids.masked_fill(mask == 0, -100),
+        },
+        "packed": {"input_ids": rows[0], "position_ids": rows[1], "labels": rows[0]},
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match="labels at padding, or at the first token"):
+            trainer.model(**call)
+    hidden = calls["at a first token"]["labels"].clone()
+    hidden[0, 2] = -100
+    assert (
+        trainer.model(**(calls["packed"] | {"labels": rows[0].where(rows[1] > 0, -100)})).loss > 0
+    )
+    assert trainer.model(input_ids=ids, attention_mask=mask, labels=hidden).loss > 0
+
+
+def test_predictions_of_a_plain_trainer_are_refused(directory, tmp_path, attach):
+    trainer = plain(directory, tmp_path)
+    attachment = attach(trainer)
+    with pytest.raises(ValueError, match="predict.* needs logits"):
+        trainer.predict(trainer.eval_dataset)
+    attachment.detach()
+    assert len(trainer.predict(trainer.eval_dataset).predictions) == 2
+
+
+def mean_square(outputs, labels, **_):
+    """A loss of the user's, over the logits of tokens."""
+    return outputs.logits.float().square().mean(-1)[labels != -100].mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": mean_square}],
+    ids=["smoothed", "own"],
+)
+def test_a_plain_trainer_s_loss_from_logits_is_stock_s(options, directory, tmp_path, attach):
+    check_figures_of_stock(plain, (), options, directory, tmp_path, attach)
+
+
+def test_padding_free_rows_give_a_loss_from_logits_too(directory, tmp_path, attach):
+    options = {"padding_free": True, "max_length": None, "label_smoothing_factor": 0.1}
+    check_figures_of_stock(sft, (), options, directory, tmp_path, attach)

@@ -91,3 +91,13 @@ def test_labels_without_an_attached_trainer_are_refused_with_the_way(model, batc
     ids, mask, labels = batch
     with pytest.raises(ValueError, match=r"given labels;.*for a trainer rl_consistency\.attach"):
         model(ids, mask, labels=labels)
+
+
+def test_sequences_of_one_token_give_a_differentiable_zero(model):
+    ids, mask = torch.tensor([[3, 9], [9, 4]]), torch.tensor([[1, 0], [0, 1]])
+    found = labelled(model, ids, mask, ids.masked_fill(mask == 0, -100), most_likely=True)
+    assert not found.mask.any() and not found.most_likely.any()
+    assert found.logprobs.shape == (2, 1) and not found.logprobs.any()
+    found.logprobs.sum().backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    model.zero_grad()
