@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from rl_consistency.distributed.leaves import LeafOrder
-from rl_consistency.distributed.world import World
+from rl_consistency.distributed.world import CollectiveError, World
 from rl_consistency.trainers.config.recipe import RunConfig, leaf_problems, strategy_problems
 from rl_consistency.trainers.strategies.launcher_settings import is_on, strategy_of, unfollowed
 
@@ -76,12 +76,19 @@ def join(config: RunConfig) -> tuple[Accelerator, World]:
     """This process among those of the run; a group of processes is made where there is none yet."""
     timeout = timedelta(seconds=config.run.collective_timeout)
     # With the optimizer, accelerate would step a schedule once for each process.
-    accelerator = Accelerator(
-        cpu=config.run.device == "cpu",
-        mixed_precision="no",
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=config.run.device == "cpu",
+            mixed_precision="no",
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
+    except dist.DistError as error:
+        raise CollectiveError(
+            f"not all processes of this run came within run.collective_timeout="
+            f"{config.run.collective_timeout} seconds ({str(error).splitlines()[0]}). Look at the "
+            "output of the others."
+        ) from error
     if config.training.strategy != "replicated" and not dist.is_initialized():
         # Shards need a group, also of one process that no launcher started.
         backend = "nccl" if config.run.device == "cuda" else "gloo"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.linear import Linear
+from torch.nn.modules.sparse import Embedding
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
@@ -70,6 +74,9 @@ _ALL_SPARSE = ("olmoe", "mixtral")
 """Families that have no dense layer."""
 
 
+_LIBRARIES = ("transformers", "torch")
+
+
 class UnsupportedModelError(ValueError):
     """A model, module or setting that no canonical order covers."""
 
@@ -96,7 +103,8 @@ def mixins(config: PreTrainedConfig) -> dict[type[nn.Module], type[CanonicalModu
     """Exact module class -> canonical mixin, for one family."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
     table = {getattr(source, prefix + part): mixin for part, mixin in _parts(config).items()}
-    return {**table, nn.Linear: CanonicalLinear, nn.Embedding: CanonicalEmbedding}
+    # torch's own, whatever `torch.nn` calls so now.
+    return {**table, Linear: CanonicalLinear, Embedding: CanonicalEmbedding}
 
 
 def ops_of(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -165,6 +173,8 @@ def check_config(config: PreTrainedConfig) -> None:
         problems.append(f"head_dim {head_dim} (covered: {covered})")
     if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
         problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")
+    if not getattr(config, "is_causal", True):
+        problems.append("is_causal=False, which makes attention bidirectional (covered: True)")
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
         if getattr(config, name, 0.0):
             problems.append(f"active dropout {name}={getattr(config, name)} (set it to 0.0)")
@@ -178,6 +188,14 @@ def check_config(config: PreTrainedConfig) -> None:
 
 _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 """Functions of a modeling file that its forward calls."""
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+"""Functions of transformers' masks that a modeling file may import."""
+_TORCH: Mapping[str, tuple[Any, Any]] = {
+    **{name: (F, getattr(F, name)) for name in ("linear", "silu", "softmax", "embedding")},
+    "scaled_dot_product_attention": (F, F.scaled_dot_product_attention),
+    "matmul": (torch, torch.matmul),
+}
+"""Functions of torch that stock forwards call: their module, and what they were at import."""
 
 
 def functions(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
@@ -186,7 +204,18 @@ def functions(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
     own = (getattr(source, function) for function in _FUNCTIONS)
     own = (getattr(function, "forward", function) for function in own)  # see `_home`
     attention = source.ALL_ATTENTION_FUNCTIONS.get(name, source.eager_attention_forward)
-    return *own, *_of_experts(config), attention
+    torchs = (getattr(module, function) for function, (module, _) in _TORCH.items())
+    return *own, *torchs, *_masks(config).values(), *_of_experts(config), attention
+
+
+def _masks(config: PreTrainedConfig) -> dict[str, Any]:
+    """The functions that a stock forward makes masks by, by what they are called."""
+    source, name = modeling(config), config._attn_implementation
+    here = source.__name__
+    found = {f"{here}.{mask}": getattr(source, mask) for mask in _MASKS if hasattr(source, mask)}
+    if (registered := ALL_MASK_ATTENTION_FUNCTIONS.get(name)) is not None:
+        found[f"the mask of attention {name!r}"] = registered
+    return found
 
 
 def _of_experts(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
@@ -201,21 +230,27 @@ def _of_experts(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
 def check_code(config: PreTrainedConfig) -> None:
     """UnsupportedModelError naming a class or function of transformers that was replaced."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
-    found: dict[str, str] = {}
+    here, found = source.__name__, dict[str, str]()
     for part in _parts(config):
         cls, name = getattr(source, prefix + part), prefix + part
-        if (cls.__module__, cls.__name__) != (source.__name__, name):
-            found[name] = f"{cls.__module__}.{cls.__name__}"
+        if (cls.__module__, cls.__name__) != (here, name):
+            found[f"{here}.{name}"] = f"{cls.__module__}.{cls.__name__}"
         elif not has_own_code(cls):
-            found[name] = "a class with another forward"
+            found[f"{here}.{name}"] = "a class with another forward"
     for name in _FUNCTIONS:
-        if (home := _home(getattr(source, name))) != source.__name__:
-            found[name] = f"a function of {home}"
+        if (home := _home(getattr(source, name))) != here:
+            found[f"{here}.{name}"] = f"a function of {home}"
+    for name, mask in _masks(config).items():
+        if _home(mask) != create_causal_mask.__module__:
+            found[name] = f"a function of {_home(mask)}"
+    for name, (module, right) in _TORCH.items():
+        if (now := getattr(module, name)) is not right:
+            found[f"{module.__name__}.{name}"] = f"a function of {_home(now)}"
     for name, other in found.items():
         raise UnsupportedModelError(
-            f"{source.__name__}.{name} was replaced by {other}; the canonical ops would run in its "
-            "place. Undo that (a kernel library patched transformers? rl_consistency brings its "
-            "own kernels), and build the model after it."
+            f"{name} was replaced by {other}; the canonical ops would run in its place. Undo that "
+            "(a kernel library patched torch or transformers? rl_consistency brings its own "
+            "kernels), and build the model after it."
         )
     check_implementations(config)
 
@@ -243,7 +278,8 @@ def check_implementations(config: PreTrainedConfig) -> None:
 
 def has_own_code(cls: type[nn.Module]) -> bool:
     """Whether the class has the `forward` it was written with, under decorators of its library."""
-    if not _is_of_a_library(cls.__call__):  # transformers has one of its own up to 5.17
+    # transformers has a __call__ of its own up to 5.17.
+    if cls.__module__.partition(".")[0] not in _LIBRARIES or not _is_of_a_library(cls.__call__):
         return False
     forward: Any = cls.forward
     while hasattr(forward, "__wrapped__"):
@@ -257,7 +293,7 @@ def has_own_code(cls: type[nn.Module]) -> bool:
 
 
 def _is_of_a_library(function: Any) -> bool:
-    return _home(function).partition(".")[0] in ("transformers", "torch")
+    return _home(function).partition(".")[0] in _LIBRARIES
 
 
 def _home(function: Any) -> str:

@@ -278,7 +278,7 @@ class ForwardWatch:
             hooked = hooked or is_checkpointed_otherwise(module)
             values += rest[_NUM_HOOKS:]
             for parameter in parameters.values():
-                values += (id(parameter), getattr(parameter, "dtype", None))
+                values += (id(parameter), type(parameter), getattr(parameter, "dtype", None))
             values += map(id, children.values())
             for buffer in buffers.values():
                 values += (id(buffer), _version(buffer))

@@ -363,8 +363,8 @@ class CanonicalAttention(CanonicalModule):
         if isinstance(layout, PagedAttention) and fuses and all_plain(*norms):
             of_heads = head_norms(*norms)
             return *paged_inputs(q, k, v, cos, sin, layout, index, norms=of_heads), v
-        if norms:
-            q, k = norms[0](q), norms[1](k)
+        if norms:  # hooks see [1, R, heads, D], as those of other modules see packed rows
+            q, k = (norm(y.unsqueeze(0)).squeeze(0) for norm, y in zip(norms, (q, k), strict=True))
         if canonical:
             q, k = rotary(q, k, cos, sin)
         else:

@@ -196,6 +196,12 @@ class RolloutEngine:
                 ),
                 key=lambda completion: (completion.prompt_index, completion.sample_index),
             )
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        if len(completions) < (wanted := sum(params.n for params in each)):
+            raise ValueError(
+                f"{wanted - len(completions)} of {wanted} completions went to another caller of "
+                "step(), in a callback or thread; leave the steps to generate()."
+            )
         if any(completion.error is not None for completion in completions):
             raise FailedRequestsError(completions)
         return completions

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from rl_consistency.distributed.world import CollectiveError
 from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import dump_config, load_config
 from rl_consistency.trainers.launch import (
@@ -287,3 +288,12 @@ def test_accelerate_launch_trains_on_two_processes(tiny_run):
     summary = json.loads((tiny_run.directory / "run" / "summary.json").read_text())
     assert summary["parameter_digest"] == alone["parameter_digest"]
     assert done.stdout.count("two: 2 steps in") == 1  # by the first process alone
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch, tiny_run):
+    def alone(**_):
+        raise dist.DistStoreError("Timed out after 4 seconds. 1/2 clients joined.")
+
+    monkeypatch.setattr(launch, "Accelerator", alone)
+    with pytest.raises(CollectiveError, match="not all processes .* 1/2 clients joined"):
+        launch.join(tiny_run.config())

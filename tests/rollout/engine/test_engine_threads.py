@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
+
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -88,3 +90,10 @@ def test_another_thread_may_cancel(engine: RolloutEngine) -> None:
     found = engine.generate(PROMPTS[:1], params(0), request_ids=["long"], progress=cancel)
     assert {c.finish_reason for c in found} == {"cancelled"}
     assert drawn(engine, 1) and not engine.has_unfinished
+
+
+def test_completions_that_another_step_took_are_told(engine: RolloutEngine) -> None:
+    """A callback that steps the engine itself."""
+    with pytest.raises(ValueError, match="of 6 completions went to another caller of step"):
+        drawn(engine, 3, progress=lambda *_: engine.step())
+    assert drawn(engine, 3) == drawn(engine, 3)

@@ -1,0 +1,120 @@
+"""Code that a stock forward reads and another library replaced is refused by name, before a patch
+and under a live one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.masking_utils import AttentionMaskInterface
+
+from rl_consistency.models import families
+from rl_consistency.models.families import UnsupportedModelError, modeling
+from rl_consistency.models.patch import patch
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
+from rl_consistency.verify.presets import build_preset, preset_config
+
+
+def own(*given, **named):
+    raise AssertionError("not called")
+
+
+def of_torch(name, module=F):
+    return lambda monkeypatch, config: monkeypatch.setattr(module, name, own)
+
+
+def of_masks(name):
+    return lambda monkeypatch, config: monkeypatch.setattr(modeling(config), name, own)
+
+
+def registered(monkeypatch, config):
+    masks = AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(masks, config._attn_implementation, own)
+
+
+REPLACED = {
+    "linear": (
+        of_torch("linear"),
+        "^torch.nn.functional.linear was replaced|not covered: torch.nn.fun",
+    ),
+    "sdpa": (of_torch("scaled_dot_product_attention"), "dot_product_attention was replaced"),
+    "matmul": (of_torch("matmul", torch), "torch.matmul was replaced"),
+    "mask": (
+        of_masks("create_causal_mask"),
+        "create_causal_mask was replaced by",
+    ),
+    "registered mask": (registered, "the mask of attention .* was replaced"),
+}
+
+
+@pytest.mark.parametrize("replace, message", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mixtral"])
+def test_a_replaced_function_is_refused(preset, replace, message, monkeypatch):
+    model = build_preset(preset)
+    with monkeypatch.context() as patched:
+        replace(patched, model.config)
+        with pytest.raises(UnsupportedModelError, match=message):
+            patch(model)
+    with patch(model):
+        replace(monkeypatch, model.config)
+        with pytest.raises(UnsupportedModelError, match=message):
+            token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class Shifted(nn.Module):
+    def forward(self, input):
+        return F.silu(input) + 1
+
+
+def test_a_class_that_was_put_in_torch_s_place_is_refused(monkeypatch):
+    monkeypatch.setattr(nn, "Linear", Doubled)
+    model = build_preset("tiny-llama")
+    assert type(model.lm_head) is Doubled
+    with pytest.raises(UnsupportedModelError, match="Doubled"):
+        patch(model)
+
+
+def test_an_activation_of_the_user_s_is_refused(monkeypatch):
+    monkeypatch.setitem(ACT2FN, "silu", Shifted)
+    with pytest.raises(UnsupportedModelError, match="Shifted"):
+        patch(build_preset("tiny-llama"))
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"])
+def test_bidirectional_attention_is_refused(preset):
+    config = preset_config(preset)
+    config.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="is_causal=False, .*bidirectional"):
+        families.check_config(config)
+    model = build_preset(preset)
+    with patch(model):
+        model.config.is_causal = False
+        with pytest.raises(UnsupportedModelError, match="is_causal"):
+            token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
+
+
+def test_a_parameter_of_another_class_is_seen_under_a_live_patch():
+    class Own(nn.Parameter):
+        pass
+
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        weight = model.model.layers[0].mlp.up_proj.weight
+        torch.utils.swap_tensors(weight, Own(torch.zeros_like(weight)))
+        with pytest.raises(UnsupportedModelError, match="up_proj.weight is a Own"):
+            token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
+
+
+def test_hooks_of_head_norms_see_packed_rows():
+    shapes, model = [], build_preset("tiny-qwen3")
+    attention = model.model.layers[0].self_attn
+    attention.q_norm.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
+    with patch(model), torch.no_grad():
+        token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
+    heads = model.config.num_attention_heads
+    assert shapes == [(1, 16, heads, attention.head_dim)]
