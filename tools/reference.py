@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.rollout_section import SAMPLING_KEYS
 from rl_consistency.trainers.metric_reference import METRICS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -71,6 +72,8 @@ def _section(path: str, given: Mapping[str, Any], defs: Mapping[str, Any]) -> It
     inner = []
     required, defaults = section.get("required", []), given.get("default") or {}
     for key, field in section["properties"].items():
+        if path == "rollout.sampling" and key not in SAMPLING_KEYS:
+            continue  # SamplingParams has more than a recipe takes
         field = {**field, "default": defaults[key]} if key in defaults else field
         nested = _nested(field, defs)
         inner += [(f"{path}.{key}", nested)] if nested else []

@@ -22,7 +22,7 @@ LAYERS, ROW = 4, 3
 def one_ulp_up(value):
     """The value with one element of one row moved to the next number."""
     moved = value.detach().clone()
-    rows = moved[0] if moved.dim() == 3 and moved.shape[0] == 1 else moved
+    rows = moved[0] if moved.dim() >= 3 and moved.shape[0] == 1 else moved
     element = rows[ROW].view(-1)[:1]
     element.copy_(torch.nextafter(element, torch.full_like(element, torch.inf)))
     return torch.where(moved == value, value, value + (moved - value.detach()))
