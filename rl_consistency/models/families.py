@@ -244,7 +244,8 @@ def check_code(config: PreTrainedConfig) -> None:
         if _home(mask) != create_causal_mask.__module__:
             found[name] = f"a function of {_home(mask)}"
     for name, (module, right) in _TORCH.items():
-        if (now := getattr(module, name)) is not right:
+        now = getattr(module, name)
+        if now is not right or _home(now).partition(".")[0] not in ("torch", "builtins"):
             found[f"{module.__name__}.{name}"] = f"a function of {_home(now)}"
     for name, other in found.items():
         raise UnsupportedModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import torch
@@ -80,6 +80,8 @@ def scored_tokens(
         raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(lens)} sequences.")
     pairs = list(zip(prompt_lengths, lens, strict=True))
     for i, (prompt, length) in enumerate(pairs):
+        if not isinstance(prompt, SupportsIndex):
+            raise TypeError(f"prompt_lengths[{i}] is {prompt!r}; give integers.")
         if not 1 <= prompt <= length:
             raise ValueError(
                 f"prompt_lengths[{i}] is {prompt}; allowed: 1 to {length}, the sequence's length "

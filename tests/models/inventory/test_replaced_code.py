@@ -61,6 +61,13 @@ def test_a_replaced_function_is_refused(preset, replace, message, monkeypatch):
             token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
 
 
+def test_a_function_that_was_replaced_before_the_import_is_refused(monkeypatch):
+    monkeypatch.setattr(F, "linear", own)
+    monkeypatch.setitem(families._TORCH, "linear", (F, own))
+    with pytest.raises(UnsupportedModelError, match="torch.nn.functional.linear was replaced by"):
+        patch(build_preset("tiny-qwen3"))
+
+
 class Doubled(nn.Linear):
     def forward(self, input):
         return 2 * super().forward(input)

@@ -176,6 +176,11 @@ def test_a_padded_loss_mask_of_another_shape_is_refused(model):
             token_logprobs(model, ids, attention_mask=attention, loss_mask=mask)
 
 
+def test_a_prompt_length_that_is_no_integer_is_refused(model):
+    with pytest.raises(TypeError, match=r"prompt_lengths\[0\] is 1.5; give integers"):
+        token_logprobs(model, [[1, 2]], prompt_lengths=[1.5])
+
+
 def test_sampling_that_is_none_for_each_is_refused(model):
     with pytest.raises(TypeError, match="sampling: NoneType; give SamplingParams for each"):
         token_logprobs(model, [[1, 2], [3, 4]], prompt_lengths=[1, 1], sampling=[None, None])
