@@ -1,7 +1,5 @@
 """Negative controls of `test_own_loop.py`: what a loop met without the fold's rules."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -9,12 +7,11 @@ from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models import decoder
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import PatchSession, patch
+from rl_consistency.models.scoring import scored_rows
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens
-
-token_logprobs_module = importlib.import_module("rl_consistency.models.scoring.token_logprobs")
 
 SEQUENCES = probe_tokens((9, 33, 21, 16), 61)
 
@@ -68,7 +65,7 @@ def test_without_the_refusal_a_hook_changes_the_earlier_micro_batch_twice(monkey
 
 
 def test_without_the_refusal_a_penalty_on_gradients_is_dropped(monkeypatch):
-    monkeypatch.setattr(token_logprobs_module, "guarded_backward", lambda output, *_: output)
+    monkeypatch.setattr(scored_rows, "guarded_backward", lambda output, *_: output)
     monkeypatch.setattr(decoder, "guarded_backward", lambda output, *_: output)
     model = build_preset("tiny-llama")
     with patch(model):

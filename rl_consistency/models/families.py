@@ -75,6 +75,8 @@ _ALL_SPARSE = ("olmoe", "mixtral")
 
 
 _LIBRARIES = ("transformers", "torch")
+_ZERO3_LINEAR = "deepspeed.runtime.zero.linear"
+"""The module of ZeRO-3's `torch.nn.functional.linear`, which saves memory and computes the same."""
 
 
 class UnsupportedModelError(ValueError):
@@ -247,8 +249,10 @@ def check_code(config: PreTrainedConfig) -> None:
             mask = getattr(mask, "__wrapped__", None)
     for name, (module, right) in _TORCH.items():
         now = getattr(module, name)
-        if now is not right or _home(now).partition(".")[0] not in ("torch", "builtins"):
-            found[f"{module.__name__}.{name}"] = f"a function of {_home(now)}"
+        home = _home(now)
+        own = now is right and home.partition(".")[0] in ("torch", "builtins")
+        if not own and home != _ZERO3_LINEAR:
+            found[f"{module.__name__}.{name}"] = f"a function of {home}"
     for name, other in found.items():
         raise UnsupportedModelError(
             f"{name} was replaced by {other}; the canonical ops would run in its place. Undo that "

@@ -133,3 +133,11 @@ def test_hooks_of_head_norms_see_packed_rows():
         token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
     heads = model.config.num_attention_heads
     assert shapes == [(1, 16, heads, attention.head_dim)]
+
+
+def test_the_linear_map_of_zero_3_is_known(monkeypatch):
+    linear = pytest.importorskip("deepspeed.runtime.zero.linear")
+    monkeypatch.setattr(F, "linear", linear.zero3_linear_wrap)
+    model = build_preset("tiny-qwen3")
+    with patch(model) as session:
+        assert session.live
