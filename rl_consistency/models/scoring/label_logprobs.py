@@ -59,7 +59,7 @@ def label_logprobs(
         sampling: what the tokens were sampled with; None is temperature 1 without truncation.
         most_likely: tell whether each label has the largest logit.
 
-    ValueError if a label is another token, or no sequence has a second token.
+    ValueError if a label is another token. Sequences of one token each give zeros too.
     """
     lens = list(batch.packed.layout.query_lens)
     wanted = labels[batch.mask] != -100
