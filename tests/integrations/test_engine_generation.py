@@ -44,7 +44,7 @@ def test_ids_of_training_depend_on_no_evaluation_and_no_broken_training():
     )
     policy = SimpleNamespace(training=True)
 
-    def ids(*modes):
+    def ids(*modes, of="train"):
         generation = EngineGeneration(trainer, policy, None, None, {})
         found = []
         for mode in modes:
@@ -53,11 +53,13 @@ def test_ids_of_training_depend_on_no_evaluation_and_no_broken_training():
                 continue
             policy.training = mode == "train"
             found.append((mode, generation._prompt_ids(8)))
-        return [drawn for mode, drawn in found if mode == "train"]
+        return [drawn for mode, drawn in found if mode == of]
 
     right = ids("train", "train")
     assert right == ids("eval", "eval", "train", "eval", "train")
     assert right == ids("train", "begin", "train", "train")[1:] and right[0] != right[1]
+    first, second = ids("train", "eval", "eval", of="eval")
+    assert not set(first) & set(second)
 
 
 def test_images_are_refused():

@@ -12,6 +12,7 @@ import torch
 from benchmarks.bars import BARS
 from benchmarks.models import is_sparse
 from benchmarks.results import Results
+from benchmarks.rollout import engine_child
 from benchmarks.rollout import side_by_side as bench
 from benchmarks.rollout.batch_dependence import Independence
 from benchmarks.rollout.child import Budget, ChildError
@@ -293,3 +294,17 @@ def test_our_child_measures_a_tiny_model_on_a_cpu(tmp_path):
     assert first["tokens_per_second"][OURS] > 0 and first["figures"]["ours/batch_dependent"] == 0.0
     assert first["figures"]["ours/preemptions"] == 0
     assert compared.row(TINY[1], MACHINE)["ours_us"] > 0
+
+
+def test_our_engine_gets_the_cache_that_vllm_gets(tmp_path, monkeypatch):
+    given = {}
+
+    def engine(model, **options):
+        given.update(options)
+        raise ChildError("seen")
+
+    monkeypatch.setattr("rl_consistency.rollout.engine.RolloutEngine", engine)
+    settings = side_by_side(tmp_path)._settings(tmp_path, torch.device("cpu"))
+    with pytest.raises(ChildError, match="seen"):
+        engine_child.Ours(settings)
+    assert given["num_kv_blocks"] == settings["num_kv_blocks"] > 0

@@ -64,6 +64,7 @@ def test_a_replaced_function_is_refused(preset, replace, message, monkeypatch):
         with pytest.raises(UnsupportedModelError, match=message):
             patch(model)
     with patch(model):
+        token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
         replace(monkeypatch, model.config)
         with pytest.raises(UnsupportedModelError, match=message):
             token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
@@ -108,6 +109,7 @@ def test_bidirectional_attention_is_refused(preset):
         families.check_config(config)
     model = build_preset(preset)
     with patch(model):
+        token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
         model.config.is_causal = False
         with pytest.raises(UnsupportedModelError, match="is_causal"):
             token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
@@ -119,6 +121,7 @@ def test_a_parameter_of_another_class_is_seen_under_a_live_patch():
 
     model = build_preset("tiny-qwen3")
     with patch(model):
+        token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
         weight = model.model.layers[0].mlp.up_proj.weight
         torch.utils.swap_tensors(weight, Own(torch.zeros_like(weight)))
         with pytest.raises(UnsupportedModelError, match="up_proj.weight is a Own"):
