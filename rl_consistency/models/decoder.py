@@ -261,8 +261,9 @@ class CanonicalCausalLM(CanonicalModule):
             return self.answer(self, input_ids, attention_mask, position_ids, **kwargs)
         if not isinstance(logits_to_keep, int):
             raise ValueError(
-                "logits_to_keep as a tensor is not covered by the patched forward; give a number "
-                "of last positions, or use rl_consistency.token_logprobs."
+                f"logits_to_keep is a {type(logits_to_keep).__name__}; the patched forward takes "
+                "the number of last positions (0: all). For logprobs of others use "
+                "rl_consistency.token_logprobs."
             )
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
         hidden = self.model.batch_forward(batch.packed)

@@ -136,7 +136,11 @@ def pack_padded(
         input_ids: [B, L] int64.
         attention_mask: [B, L], 1 or True at real tokens, in one run per row; None if all are real.
         position_ids: [L] or [B, L]; where they restart at 0 a new sequence begins.
+
+    TypeError for what is no tensor, ValueError for other shapes, holes in a row and positions that
+    do not count.
     """
+    _require_tensors(input_ids, attention_mask, position_ids)
     shape = tuple(input_ids.shape)
     if len(shape) != 2:
         raise ValueError(f"input_ids {shape}; a batch of shape [batch, length] is needed.")
@@ -144,6 +148,19 @@ def pack_padded(
     by_row = position_ids is None
     lens = mask.sum(dim=1).tolist() if by_row else _lengths_by_position(mask, position_ids)
     return PaddedBatch(PackedBatch.from_tokens(input_ids[mask], lens), mask)
+
+
+def _require_tensors(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    arguments = {"attention_mask": attention_mask, "position_ids": position_ids}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in ({"input_ids": input_ids} | given).items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; a tensor [batch, length] is needed. Masks of "
+                "each kind of layer, as a dict has them, are not covered."
+            )
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -166,6 +183,11 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
+    if position_ids.shape not in (mask.shape, mask.shape[1:], (1, mask.shape[1])):
+        raise ValueError(
+            f"position_ids {tuple(position_ids.shape)} must have the shape of input_ids "
+            f"{tuple(mask.shape)}, or that of one row."
+        )
     positions = position_ids.expand_as(mask)[mask]
     first_of_row = mask & (mask.cumsum(dim=1) == 1)
     starts = positions == 0

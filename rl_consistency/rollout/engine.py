@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -250,6 +250,9 @@ class RolloutEngine:
         this call: give ids, or another seed, to prompts that join unfinished ones. The weights, the
         `strict` choice, forward hooks and CUDA stream must stay until `has_unfinished` is False.
         """
+        if not isinstance(prompts, Sized):
+            kind = type(prompts).__name__
+            raise ValueError(f"prompts must be a list of lists of token ids; got a {kind}")
         with self._lock:
             ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
             sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)

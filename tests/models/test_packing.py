@@ -162,6 +162,27 @@ def test_positions_that_do_not_count_from_zero_are_refused(positions):
         pack_padded(torch.ones(1, 3, dtype=torch.int64), position_ids=torch.tensor(positions))
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 2), (2, 3, 1), (3, 3)])
+def test_positions_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"position_ids \(.*\) must have the shape of input_ids"):
+        pack_padded(
+            torch.ones(2, 4, dtype=torch.int64), position_ids=torch.zeros(shape, dtype=torch.int64)
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([[1, 2]],), "input_ids is a list"),
+        ((torch.ones(1, 2, dtype=torch.int64), {"full_attention": None}), "attention_mask is a d"),
+        ((torch.ones(1, 2, dtype=torch.int64), None, [0, 1]), "position_ids is a list"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        pack_padded(*arguments)
+
+
 def test_a_flat_row_of_tokens_is_refused():
     with pytest.raises(ValueError, match=r"input_ids \(3,\); a batch of shape \[batch, length\]"):
         pack_padded(torch.ones(3, dtype=torch.int64))

@@ -194,6 +194,7 @@ def test_an_eos_that_is_no_integer_is_refused(model: Any, eos: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        ((iter([[1]]), SamplingParams()), "prompts must be a list .* token ids; got a list_it"),
         (([[1]], None), "sampling must be a SamplingParams or a sequence of them.* got None"),
         (([[1]], {"n": 2}), "sampling must be a SamplingParams or a sequence of them"),
         (([[1]], [None]), r"sampling\[0\] must be a SamplingParams, got None"),
