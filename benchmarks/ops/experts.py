@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from benchmarks.ops.routing import Routing, drawn_routing, routed_inputs
+from benchmarks.peers import peer
 from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences
@@ -207,7 +209,7 @@ def moe_block(
     top_k: int, routing: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Forward and backward of a router and its experts, from no gradient present; weights of ours
-    have fp32 gradients, as the trainer has them."""
+    have fp32 gradients, as the trainer has them, those of the others bf16 ones."""
     gate, x = routed_inputs(routing, tokens, experts, top_k, hidden, bench.device)
     weights = _weights(bench, hidden, intermediate, experts)
     dy, layout = normal(bench, tokens, hidden), _packed(tokens, SEQUENCE)
@@ -218,7 +220,7 @@ def moe_block(
         """Own leaves, which share the data."""
         return [nn.Parameter(each.detach()) for each in (x, gate, *weights)]
 
-    own, theirs = leaves(), leaves()[0]
+    own, sonic, theirs = leaves(), leaves(), leaves()[0]
     for parameter in own[1:]:
         parameter.grad_dtype = torch.float32
 
@@ -236,14 +238,30 @@ def moe_block(
         return block(theirs.unsqueeze(0)).squeeze(0)
 
     stock_leaves = [theirs, *block.parameters()]
+    peers = {}
+    if find_spec("sonicmoe"):
+        by_them = partial(by_sonicmoe, *sonic, top_k, normalizes)
+        peers["sonicmoe"] = Contestant.of(_forward_and_backward(by_them, sonic, dy))
     race = Race(
         ours=Contestant.of(_forward_and_backward(ours, own, dy)),
         stock={"transformers": Contestant.of(_forward_and_backward(stock, stock_leaves, dy))},
+        peers=peers,
         operations=18.0 * tokens * top_k * hidden * intermediate,
         tokens=tokens,
         memory=True,
     )
     return bench.measure(race)
+
+
+def by_sonicmoe(
+    x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalizes: bool
+) -> Tensor:
+    """A router and its experts by SonicMoE, which routes by bf16 logits."""
+    module: Any = peer("sonicmoe")
+    return module.moe_TC_softmax_topk_layer(
+        x, gate, gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, top_k, 0, "swiglu",
+        is_softmax_over_topk=normalizes, concat_layout=True,
+    )[0]  # fmt: skip
 
 
 def transformers_block(family: str, gate: Tensor, weights: Weights, top_k: int) -> Any:

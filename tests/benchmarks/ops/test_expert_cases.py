@@ -1,6 +1,9 @@
 """The benches of experts: routings, what is padded, what a call meets, what is refused."""
 
+import sys
 from collections import Counter
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -132,3 +135,31 @@ def test_a_block_ends_without_gradients():
     assert machine.race.memory and machine.race.tokens == 32
     first, second = (machine.race.ours.calls[0]() for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def sonicmoe_by_torch(
+    x, router, gate_up, bias, down, other_bias, top_k, stream, activation,
+    *, is_softmax_over_topk, concat_layout,
+):  # fmt: skip
+    """What SonicMoE's layer says it computes, of weights [2I, H, E] and [H, I, E]."""
+    assert (bias, other_bias, stream, activation, concat_layout) == (None, None, 0, "swiglu", True)
+    shares = (x @ router.t()).float().softmax(-1)
+    shares, ids = shares.topk(top_k)
+    if is_softmax_over_topk:
+        shares = shares / shares.sum(-1, keepdim=True)
+    gate, up = torch.einsum("rh,ihe->rei", x, gate_up).chunk(2, dim=-1)
+    outputs = torch.einsum("rei,hie->reh", torch.nn.functional.silu(gate) * up, down)
+    chosen = outputs.gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[1]))
+    return (shares.unsqueeze(-1) * chosen).sum(1).to(x.dtype), None, None
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+def test_sonicmoe_is_given_the_same_block(family, monkeypatch):
+    module = ModuleType("sonicmoe")
+    module.__spec__ = ModuleSpec("sonicmoe", None)
+    monkeypatch.setattr(module, "moe_TC_softmax_topk_layer", sonicmoe_by_torch, raising=False)
+    monkeypatch.setitem(sys.modules, "sonicmoe", module)
+    moe_block(machine := Machine(), family, **{**SPARSE, "tokens": 32, "routing": "even"})
+    found, right = (machine.results[name][0] for name in ("sonicmoe", "transformers"))
+    for one, other in zip(found, right, strict=True):
+        assert (one - other.view_as(one)).norm() <= 0.02 * other.norm() and other.norm() > 0
