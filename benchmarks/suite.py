@@ -1,8 +1,8 @@
 """Suites of cases, each of which becomes one row of a results file.
 
 Everything that is measured is reported, missed bars included. A case that raises becomes a row with
-the error; the other cases go on. The file is written after each suite, so a run that is killed
-keeps the suites that were done.
+the error; the other cases go on. The file is written after each case, so a run that is killed
+keeps the cases that were done.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def measure(
     file: Path | None = None, only: Part = ALL,
 ) -> Results:  # fmt: skip
     """Results with the suites in them; `meta` is that of `run_meta`, `only` that of `merged`.
-    Saves after each suite, and where that replaces no rows after each case: a run that ends early
-    keeps what it has."""
+    Saves after each case: a run that ends early keeps what it has, and the rows it found of the
+    cases that it did not reach."""
     for suite, suite_cases in suites.items():
         clocks, started, before = _clocks(), time.perf_counter(), results
         # Of several models, a suite may have cases of some alone.
@@ -103,30 +103,37 @@ def measure(
             name: [value for value in values if any(c.shape[name] == value for c in suite_cases)]
             for name, values in only.items()
         }
-        replaces = bool(before.of(suite, only=part))
         rows: list[Row] = []
-        errors = 0
         for case in suite_cases:
             row = measured(suite, case, machine)
             rows.append(replace(row, commit=meta["commit"], kernels=meta["kernels_sha256"][:12]))
-            errors += rows[-1].error is not None
-            done = len(rows) == len(suite_cases)
+            all_rows = [*rows, *_rows_of(suite_cases[len(rows) :], before.of(suite))]
+            errors = sum(row.error is not None for row in all_rows)
+            done = len(all_rows) == len(suite_cases)
             record = {key: meta[key] for key in ("commit", "kernels_sha256", "command", "date")} | {
                 "ceilings": asdict(machine.ceilings),
-                "clocks": [clocks, _clocks() if done else None],
+                "clocks": [clocks, _clocks() if len(rows) == len(suite_cases) else None],
                 "seconds": time.perf_counter() - started,
-                "cases": len(rows),
+                "cases": len(all_rows),
                 "errors": errors,
                 "complete": done and not errors,
             }
-            results = before.merged(suite, rows, meta, record, only=part)
-            if file is not None and (done or not replaces):
+            results = before.merged(suite, all_rows, meta, record, only=part)
+            if file is not None:
                 save(file, results)
+        errors = sum(row.error is not None for row in rows)
         text = f"{suite}: {len(rows)} cases, {errors} errors, {time.perf_counter() - started:.0f} s"
         if found := ratios(rows):
             text += f", stock/ours lowest {min(found):.3f}, median {median(found):.3f}"
         print(text, flush=True)
     return results
+
+
+def _rows_of(suite_cases: Sequence[Case], rows: Iterable[Row]) -> list[Row]:
+    """The rows of these cases, of those that have one."""
+    by_case = {(row.work, *row.shape.items(), row.dtype): row for row in rows}
+    keys = [(case.work, *case.shape.items(), case.dtype) for case in suite_cases]
+    return [by_case[key] for key in keys if key in by_case]
 
 
 def measured(suite: str, case: Case, machine: Machine) -> Row:

@@ -1,5 +1,6 @@
 """What becomes of a suite, of a case that raises, and of the file when a run is cut short."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,8 +35,8 @@ def raising(error):
 FOLD = {"gradient_fold": [case(good)]}
 
 
-def measure(suites, file=None, results=None):
-    meta = run_meta(torch.device("cpu"), "python -m benchmarks ops", "abc")
+def measure(suites, file=None, results=None, commit="abc"):
+    meta = run_meta(torch.device("cpu"), "python -m benchmarks ops", commit)
     return suite.measure(suites, machine(), results or Results(), meta, file)
 
 
@@ -74,19 +75,35 @@ def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, capsys):
     assert results.bars["gradient_fold_geomean"]["met"] is False
 
 
-def test_a_killed_run_keeps_what_was_done_and_the_rows_it_would_have_replaced(tmp_path):
+def test_a_killed_run_keeps_what_was_done_and_the_rows_of_what_was_not_reached(tmp_path):
     file = tmp_path / "gpu.json"
-    killed = {"attention_forward": [case(good), case(raising(KeyboardInterrupt()))]}
+    first, second = (replace(case(good), shape={"tokens": n}) for n in (1, 2))
+    killed = {"attention_forward": [first, replace(second, run=raising(KeyboardInterrupt()))]}
     with pytest.raises(KeyboardInterrupt):
         measure(FOLD | killed, file)
     found = load(file)
     assert [row.suite for row in found.rows] == ["gradient_fold", "attention_forward"]
     complete = {suite: record["complete"] for suite, record in found.meta["suites"].items()}
     assert complete == {"gradient_fold": True, "attention_forward": False}
-    again = {"gradient_fold": [case(raising(ValueError("other"))), *killed["attention_forward"]]}
+    whole = measure({"attention_forward": [first, second]}, file, found, commit="old")
     with pytest.raises(KeyboardInterrupt):
-        measure(again, file, found)
-    assert load(file) == found
+        measure(killed, file, whole, commit="new")
+    found = load(file)
+    rows = found.of("attention_forward")
+    assert [(row.shape["tokens"], row.commit) for row in rows] == [(1, "new"), (2, "old")]
+    assert found.meta["suites"]["attention_forward"]["complete"] is True
+
+
+def test_an_error_makes_a_suite_incomplete_also_where_other_rows_are_older(tmp_path):
+    file = tmp_path / "gpu.json"
+    first, second = (replace(case(good), shape={"tokens": n}) for n in (1, 2))
+    whole = measure({"attention_forward": [first, second]}, file)
+    failing = replace(first, run=raising(ValueError("other")))
+    killed = [failing, replace(second, run=raising(KeyboardInterrupt()))]
+    with pytest.raises(KeyboardInterrupt):
+        measure({"attention_forward": killed}, file, whole)
+    record = load(file).meta["suites"]["attention_forward"]
+    assert (record["complete"], record["errors"], record["cases"]) == (False, 1, 2)
 
 
 def test_a_lost_device_ends_the_run_and_keeps_the_suites_that_were_done(tmp_path):
