@@ -46,7 +46,7 @@ def resident(run: Any, kv_cache: int) -> dict[str, int]:
         "optimizer": sum_bytes(run.optimizer.tensors().values()),
     }
     if run.reference is not None:
-        parts["reference"] = sum_bytes(run.reference.parameters())
+        parts["reference"] = sum_bytes(run.reference.model.parameters())
     if run.critic is not None:
         kept = run.critic.saved().values()
         parts["critic and its optimizer"] = sum(sum_bytes(part.values()) for part in kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,23 +24,24 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
+from rl_consistency.trainers.algorithms.recipe_hook import hook_of
+from rl_consistency.trainers.algorithms.reference import Reference
 from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
-from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import check_balance, context_length, load_policy
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards.function import check_data, reward_functions
+from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
 from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import (
-    load_frozen,
+    StepEnd,
+    checkpoint_name,
     load_weights,
     save_checkpoint,
-    save_weights,
 )
 from rl_consistency.trainers.run_directory.directory import (
     CHECKPOINTS,
@@ -203,10 +203,10 @@ class _Run:
         if told := overlong_told(config, self.train_set, self.eval_set):
             announce(told)
         self.warm_start_targets = targets_of(config, self.train_set, self.tokenizer, **limits)
-        self.rewards = reward_functions(config)
-        for prompts in filter(None, (self.train_set, self.eval_set)):
-            check_data(self.rewards, prompts.examples)
-        self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
+        self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
+        self.reference: Reference | None = None
+        if config.algorithm.kl_coefficient:
+            self.reference = Reference(self.model, self.directory / REFERENCE, world, stack)
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         progress.starts("patching the policy")
         session = stack.enter_context(patch(self.model, **config.training.patch))
@@ -218,7 +218,7 @@ class _Run:
         self.fingerprint = fingerprint_of(config)
         inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
-        self.warm_start_loss, self.reference_digest, self.resumed = float("nan"), None, False
+        self.warm_start_loss, self.resumed = float("nan"), False
         self.wandb_run_id = uuid4().hex[:8]
         self.no_signal = NoSignal(announce)
 
@@ -234,10 +234,7 @@ class _Run:
         if self.config.warm_start.steps:
             self._warm_start()
         if self.reference is not None:
-            save = partial(save_weights, self.directory / REFERENCE, self.model)
-            with whole_weights(self.model):
-                self.reference_digest = self.world.from_first("the reference", save)
-            self._load_reference()
+            self.reference.begin(self.model)
         self._assemble()
         return 1
 
@@ -252,8 +249,7 @@ class _Run:
         found = {"the checkpoint": str(checkpoint.step)}
         require_same_facts(self.world, found, when="before the first step")
         if self.reference is not None:
-            self.reference_digest = checkpoint.extra["reference_digest"]
-            self._load_reference()
+            self.reference.resume(checkpoint.extra["reference_digest"])
         with self.world.agreed("the run directory"):
             if self.first:
                 self._open_step_files(checkpoint.extra["step_files"])
@@ -277,10 +273,16 @@ class _Run:
 
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
-        """One training step, with evaluation where it is due."""
+        """One training step, with evaluation where it is due. RewardError where the rewards of its
+        samples fail: nothing was learned from them, and the step before is saved."""
         every, last = self.config.training.eval_every, step == self.config.training.steps
+        before = StepEnd(capture(), self.hook.state_dict())
         with self.progress.step(step):
-            metrics = self.trainer.step(step)
+            try:
+                metrics = self.trainer.step(step)
+            except RewardError:
+                self._save_unlearned(step, before)
+                raise
             if every and (step % every == 0 or last):
                 metrics |= self.trainer.evaluate()
         self.no_signal.look(step, metrics)
@@ -301,17 +303,28 @@ class _Run:
         warm = step == 0 and self.config.warm_start.steps > 0
         regular = every is not None and (warm or last or (every > 0 and step % every == 0))
         if regular or ends or (last and self.resumed):
-            tensors = {"optimizer": self.optimizer.tensors()}
-            tensors |= self.critic.saved() if self.critic else {}
-            with whole_weights(self.model):
-                self.world.from_first("the checkpoint", lambda: self._save(step, tensors))
+            self._save(step, StepEnd(capture(), self.hook.state_dict()))
 
-    def _save(self, step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _save_unlearned(self, step: int, before: StepEnd) -> None:
+        """Write the checkpoint of the step before one that ends before anything is learned."""
+        name = checkpoint_name(step - 1)
+        stands = (self.directory / CHECKPOINTS / name).exists
+        if step > 1 and not self.world.from_first("the checkpoints", stands):
+            self._save(step - 1, before)
+            self.announce(f"step {step} ended before anything was learned; {name} is saved")
+
+    def _save(self, step: int, end: StepEnd) -> None:
+        tensors = {"optimizer": self.optimizer.tensors()}
+        tensors |= self.critic.saved() if self.critic else {}
+        with whole_weights(self.model):
+            self.world.from_first("the checkpoint", lambda: self._write(step, end, tensors))
+
+    def _write(self, step: int, end: StepEnd, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         extra = {
-            "random_state": capture(),
+            "random_state": end.random_state,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
-            "reference_digest": self.reference_digest,
+            "reference_digest": self.reference and self.reference.digest,
             "step_files": self.step_files.state(),
             "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),
         }
@@ -322,7 +335,7 @@ class _Run:
             tokenizer=self.tokenizer,
             **tensors,
             schedule=self.optimizer.schedule_state(),
-            totals=self.hook.state_dict(),
+            totals=end.totals,
             extra=extra,
             fingerprint=self.continued_under,
             keep=self.config.training.keep_checkpoints,
@@ -353,16 +366,9 @@ class _Run:
         if self.critic is not None:
             self.critic.assemble(self.model, self.world, self.accelerator)
         engine = engine_of(config, self.model, self.tokenizer)
-        self.hook = ConsistencyHook(
-            self.model,
-            **config.consistency.of_the_hook(),
-            metrics_of=config.tracking.metrics_of,
-            micro_batch_size=config.training.micro_batch_size,
-            replay_dir=self.directory / REPLAY if self.first else None,
-            config=config.model_dump(mode="json"),
-            decode=self.tokenizer.decode,  # pyright: ignore[reportArgumentType]
-            expected_fingerprint=engine.fingerprint,
-            warn=self.announce,
+        replays = self.directory / REPLAY if self.first else None
+        self.hook = hook_of(
+            config, self.model, self.tokenizer, engine.fingerprint, replays, self.announce
         )
         trainer = partial(PPOTrainer, critic=self.critic) if self.critic else GRPOTrainer
         self.trainer = trainer(
@@ -376,7 +382,7 @@ class _Run:
             evaluation=self.eval_set,
             rewards=self.rewards,
             hook=self.hook,
-            reference=self.reference,
+            reference=self.reference and self.reference.model,
             progress=self.progress.tell,
         )
 
@@ -391,10 +397,3 @@ class _Run:
             seed=self.config.run.seed,
             progress=fifths_told(self.announce),
         )
-
-    def _load_reference(self) -> None:
-        """Give the KL reference the weights that the run began with, freeze it and patch it."""
-        assert self.reference is not None and self.reference_digest is not None
-        with self.world.agreed("the reference"):
-            load_frozen(self.reference, self.directory / REFERENCE, self.reference_digest)
-        self.stack.enter_context(patch(self.reference))

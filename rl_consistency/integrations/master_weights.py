@@ -29,7 +29,6 @@ class MasterAdamW(torch.optim.AdamW):
         ]
         super().__init__(masters)
         self._masters: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
-        self._versions = [weight._version for weight in self._weights]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the weights; `set_to_none=False` writes zeros."""
@@ -53,16 +52,13 @@ class MasterAdamW(torch.optim.AdamW):
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = None
             weight.copy_(master)
-        self._versions = [weight._version for weight in self._weights]
         return loss
 
     @torch.no_grad()
     def _follow_writes(self) -> None:
-        for weight, master, version in zip(
-            self._weights, self._masters, self._versions, strict=True
-        ):
-            if weight._version != version:
-                master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+        # Versions of tensors do not tell: what writes through `.data` leaves them as they are.
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state, and the masters."""

@@ -44,6 +44,7 @@ _UNREAD = frozenset(
         *("training", "gradient_checkpointing", "layer_idx", "padding_idx", "vocab_size", "config"),
         *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
         *("loss_type", "all_tied_weights_keys", "generation_config", "warnings_issued"),
+        "router_aux_loss_coef",  # read with router logits alone, which are refused
     )
 )
 """Attributes that no covered forward reads, or that the patched forward honours."""

@@ -78,6 +78,27 @@ def test_a_saved_state_continues_to_the_same_bits(weights):
     assert all(map(torch.equal, first._masters, second._masters))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.data.fill_(0.5),
+        lambda weight: setattr(weight, "data", torch.full_like(weight, 0.5)),
+        lambda weight: torch.nn.utils.vector_to_parameters(torch.full((12,), 0.5), [weight]),
+    ],
+    ids=["data", "other data", "vector_to_parameters"],
+)
+def test_a_write_through_data_is_no_less_one(weights, write):
+    """Versions of tensors say nothing of it."""
+    ours = optimizer(weights)
+    steps(ours, weights, count=1)
+    write(weights[0])
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    ours.param_groups[0]["lr"] = 0.0
+    ours.step()
+    assert (weights[0] == 0.5).all()
+
+
 def test_a_weight_that_others_write_becomes_its_own_master(weights):
     ours = optimizer(weights)
     steps(ours, weights, count=1)

@@ -48,7 +48,7 @@ from rl_consistency.trainers.losses import (
     with_balance,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
+from rl_consistency.trainers.rewards.compute import Rewards, agreed_rewards, compute_rewards
 from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
@@ -186,7 +186,7 @@ class PolicyTrainer(ABC):
             token_ids=[completion.token_ids for completion in completions],
             timeout=self.config.reward.timeout,
         )
-        return self.ranks.world.from_first("rewards", score)
+        return agreed_rewards(self.ranks.world, score)
 
     def _experience(
         self, step: int, index: list[int], completions: list[Completion]

@@ -106,6 +106,8 @@ class RewardSection(Section):
     """The terms, at least one, added in this order."""
     timeout: Positive | None = None
     """Seconds that one call of a function may take, for all completions; null = any time."""
+    accept_changed: bool = False
+    """Whether --resume goes on where the files of reward functions have changed since."""
 
     @model_validator(mode="after")
     def _some_and_distinct(self) -> RewardSection:

@@ -177,6 +177,13 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
             "algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
             f"rollout.sampling sets {', '.join(truncated)}: the reference may give a token 0"
         )
+    updates = algorithm.updates_per_rollout * algorithm.epochs_per_rollout
+    if truncated and updates > 1:
+        yield (
+            f"rollout.sampling: {', '.join(truncated)} with {updates} updates on a rollout "
+            "(algorithm.updates_per_rollout x epochs_per_rollout): after the first a sampled token "
+            "may be outside the support, with ratio 0. Sample without, or take one update"
+        )
     if algorithm.name == "grpo" and sampling.n < 2:
         yield f"rollout.sampling: n must be at least 2, the group of an advantage, got {sampling.n}"
     if algorithm.name != "ppo" and algorithm.ppo is not None:

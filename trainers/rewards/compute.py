@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
 from numbers import Real
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_consistency.distributed.world import World
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.interrupts import interrupts_heard
@@ -64,6 +65,14 @@ def compute_rewards(
             f"the weighted rewards add up to {total[wrong[0]]} for {batch.sample(wrong[0])}"
         )
     return Rewards(total, by_function)
+
+
+def agreed_rewards(world: World, compute: Callable[[], Rewards]) -> Rewards:
+    """The rewards that rank 0 computes, on every rank; RewardError on all of them if it fails."""
+    try:
+        return world.from_first("rewards", compute)
+    except ValueError as error:
+        raise RewardError(str(error)) from error.__cause__
 
 
 @dataclass(frozen=True)

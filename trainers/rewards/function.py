@@ -30,6 +30,7 @@ from rl_consistency.trainers.config.data_sections import RewardSignature
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line
+from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.rewards.built_in import BUILT_IN, gsm8k, reference_number
 
@@ -129,6 +130,14 @@ def resolve(name: str) -> RewardCallable:
     if not callable(function):
         raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
     return function
+
+
+def fitting_rewards(config: RunConfig, *sets: PromptSet | None) -> list[RewardFunction]:
+    """`reward_functions`, each of which fits the data of the sets: see `check_data`."""
+    functions = reward_functions(config)
+    for prompts in filter(None, sets):
+        check_data(functions, prompts.examples)
+    return functions
 
 
 def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:

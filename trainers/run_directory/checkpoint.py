@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +33,9 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "train
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 _KEPT = ("schedule", "totals", "extra")
 _REMEDY = "Remove this checkpoint directory and resume from the one before it."
+REWARD_FUNCTION = "reward function"
+"""What the names of entries begin with that hold digests of reward functions."""
+_OTHER_REWARD = "set reward.accept_changed=true to go on with the changed function, "
 
 
 class CheckpointError(ValueError):
@@ -58,6 +61,13 @@ class Checkpoint:
     critic_optimizer: dict[str, Tensor] | None
 
 
+class StepEnd(NamedTuple):
+    """What a checkpoint keeps of the end of a step, beside weights and optimizers."""
+
+    random_state: Mapping[str, Any]
+    totals: Mapping[str, Any]
+
+
 def save_checkpoint(
     directory: Path,
     *,
@@ -78,7 +88,7 @@ def save_checkpoint(
     What is behind a link stays, and so does what `strangers` finds somebody else's hand in.
     CheckpointError, and nothing changed, where it cannot be written.
     """
-    target = directory / _name(step)
+    target = directory / checkpoint_name(step)
     with explained(f"the checkpoint {target}", lambda: remedy(directory)):
         directory.mkdir(parents=True, exist_ok=True)
         with unfinished(directory) as place:
@@ -169,18 +179,27 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return [steps[step] for step in sorted(complete, key=int)]
 
 
-def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
-    """Read a checkpoint; CheckpointError on damaged files, another fingerprint or another name."""
+def load_checkpoint(
+    path: Path, fingerprint: Fingerprint, *, accepted: str | None = None
+) -> Checkpoint:
+    """Read a checkpoint; CheckpointError on damaged files, another fingerprint or another name.
+
+    Entries of the fingerprint whose names begin with `accepted` may differ.
+    """
     state = _read_state(path)
-    if path.name != (name := _name(state["step"])):
+    if path.name != (name := checkpoint_name(state["step"])):
         raise CheckpointError(
             f"{path} holds the checkpoint of step {state['step']}: rename it to {name}, or move it "
             f"out of {path.parent}."
         )
-    if difference := fingerprint.difference(Fingerprint(state["fingerprint"])):
+    found = fingerprint.difference(Fingerprint(state["fingerprint"]))
+    difference = [line for line in found if accepted is None or not line.startswith(accepted)]
+    if difference:
+        mended = all(line.startswith(REWARD_FUNCTION) for line in difference)
         raise CheckpointError(
             f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
-            "Restore what was then, or start a new run with this directory as policy.path."
+            f"Restore what was then, {_OTHER_REWARD if mended else ''}or start a new run with this "
+            "directory as policy.path."
         )
     for name, digest in state["files"].items():
         file = path / name
@@ -210,7 +229,7 @@ def strangers(path: Path) -> list[Path]:
         state = _read_state(path)
     except CheckpointError:
         return [path]
-    if path.is_symlink() or path.name != _name(state["step"]):
+    if path.is_symlink() or path.name != checkpoint_name(state["step"]):
         return [path]
     listed = {path / STATE, *(path / name for name in state["files"])}
     ours = listed.union(*(file.parents for file in listed))
@@ -232,7 +251,8 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
         tensor.copy_(weights[name])
 
 
-def _name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
     return f"step_{step:06d}"
 
 

@@ -29,6 +29,7 @@ from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import (
+    REWARD_FUNCTION,
     Checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -177,7 +178,8 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
             f"{directory} has no complete checkpoint to resume from; start again with --overwrite, "
             "with a number as training.save_every to have checkpoints on the way."
         )
-    checkpoint = load_checkpoint(checkpoints[-1], fingerprint)
+    accepted = REWARD_FUNCTION if config.reward.accept_changed else None
+    checkpoint = load_checkpoint(checkpoints[-1], fingerprint, accepted=accepted)
     if steps < checkpoint.step:
         raise RunDirectoryError(
             f"training.steps: {steps} are fewer than the {checkpoint.step} steps that the run in "

@@ -20,7 +20,7 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.rewards.function import RewardFunction
-from rl_consistency.trainers.run_directory.checkpoint import explained
+from rl_consistency.trainers.run_directory.checkpoint import REWARD_FUNCTION, explained
 from rl_consistency.trainers.run_directory.sealed_json import file_digest
 
 FREE = {
@@ -28,7 +28,7 @@ FREE = {
     "policy": {"path"},
     "data": {"path", "eval_path"},
     "training": {"save_every", "keep_checkpoints", "strategy"},
-    "reward": {"timeout"},
+    "reward": {"timeout", "accept_changed"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
@@ -92,7 +92,7 @@ def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, st
 
 def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
     """Digests of the files of reward functions' modules; what a module imports does not enter."""
-    return {f"reward function {term.name}": _source_digest(term) for term in rewards}
+    return {f"{REWARD_FUNCTION} {term.name}": _source_digest(term) for term in rewards}
 
 
 def _source_digest(term: RewardFunction) -> str:

@@ -102,9 +102,17 @@ def _shape(sequences: Any, lens: list[int]) -> tuple[int, ...] | None:
 def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> list[Tensor]:
     if isinstance(loss_mask, Tensor):
         real = torch.ones_like(loss_mask) if attention_mask is None else attention_mask
-        masks = list(loss_mask.cpu()[real.bool().cpu()].bool().split(lens))
+        given = list(loss_mask.cpu()[real.bool().cpu()].split(lens))
     else:
-        masks = [torch.as_tensor(mask, dtype=torch.bool, device="cpu") for mask in loss_mask]
+        given = [torch.as_tensor(mask, device="cpu") for mask in loss_mask]
+    masks = [mask.bool() for mask in given]
+    for i, (mask, entries) in enumerate(zip(masks, given, strict=True)):
+        if not torch.equal(mask.to(entries.dtype), entries):
+            found = entries[mask.to(entries.dtype) != entries][0].item()
+            raise ValueError(
+                f"loss_mask {i} has the entry {found}; give True or 1 where a token is scored, "
+                "else False or 0. Weights go to the loss, and labels of -100 are no mask."
+            )
     if len(masks) != len(lens):
         raise ValueError(f"loss_mask has {len(masks)} entries for {len(lens)} sequences.")
     for i, (mask, length) in enumerate(zip(masks, lens, strict=True)):

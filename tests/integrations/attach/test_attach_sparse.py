@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_consistency.integrations import engine_generation
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.rollout.completion import routing_of
-from tests.integrations.trainers import grpo, logged
+from tests.integrations.trainers import grpo, logged, sft
 
 SIZES = {
     "vocab_size": 259,
@@ -77,3 +77,11 @@ def test_the_auxiliary_loss_over_the_batch_is_refused_by_name(directory, tmp_pat
     trainer = grpo(directory, tmp_path, model=model, router_aux_loss_coef=0.0)
     with pytest.raises(UnsupportedModelError, match="output_router_logits=True, .* no sum over"):
         attach(trainer)
+
+
+def test_a_sparse_model_is_fine_tuned_without_the_auxiliary_loss(directory, tmp_path, attach):
+    """TRL writes the coefficient into the config, beside the model's own copy of it."""
+    trainer = sft(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
+    attach(trainer)
+    trainer.train()
+    assert logged(trainer, "loss")

@@ -169,6 +169,22 @@ def test_a_loss_mask_that_does_not_fit_is_refused(model, mask):
         token_logprobs(model, sequences(model), loss_mask=mask)
 
 
+@pytest.mark.parametrize("entry", [0.25, -100, 2, float("nan")])
+def test_weights_and_labels_are_no_loss_mask(model, entry):
+    ids, attention = lay_out(sequences(model), "left_padded")
+    padded = torch.zeros(ids.shape)
+    padded[:, -1] = 1.0  # of 0 and 1 in any dtype it is a mask
+    right = token_logprobs(model, ids, attention_mask=attention, loss_mask=padded.bool())
+    found = token_logprobs(model, ids, attention_mask=attention, loss_mask=padded)
+    assert torch.equal(found.logprobs, right.logprobs)
+    padded[1, -1] = entry
+    rows = [row[mask.bool()].tolist() for row, mask in zip(padded, attention, strict=True)]
+    for tokens, options in ((ids, {"attention_mask": attention}), (sequences(model), {})):
+        mask = padded if options else rows
+        with pytest.raises(ValueError, match=r"loss_mask 1 has the entry .* no mask"):
+            token_logprobs(model, tokens, loss_mask=mask, **options)
+
+
 def test_a_padded_loss_mask_of_another_shape_is_refused(model):
     ids, attention = lay_out(sequences(model), "left_padded")
     for mask in (torch.ones(4, 5), torch.ones_like(ids)[:, 1:]):

@@ -369,6 +369,14 @@ def test_a_kl_term_with_truncated_sampling_is_refused():
     assert "rollout.sampling sets top_k, min_p: " in message
 
 
+@pytest.mark.parametrize("key", ["updates_per_rollout", "epochs_per_rollout"])
+def test_several_updates_on_truncated_samples_are_refused(key):
+    truncated = ["rollout.sampling.top_p=0.9", "rollout.sampling.min_p=0.1"]
+    load_config(DEMO, truncated)
+    load_config(DEMO, [f"algorithm.{key}=2"])
+    assert "top_p, min_p with 2 updates on a rollout" in refusal(*truncated, f"algorithm.{key}=2")
+
+
 def test_the_sampling_of_a_recipe_is_sampling_params_with_the_seed_of_the_run():
     config = load_config(
         DEMO, ["run.seed=5", "rollout.sampling.top_p=0.9", "rollout.sampling.stop_token_ids=[7]"]

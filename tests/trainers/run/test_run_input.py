@@ -11,6 +11,7 @@ from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model
 from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 
@@ -47,6 +48,74 @@ def test_a_failing_reward_function_does_not_cost_the_checkpoints(tiny_run, lasti
             tiny_run(**changes)
     _, resumed = tiny_run(**changes, resume=True)
     assert lasting(resumed) == lasting(rows)
+
+
+DRAWING = """
+import random
+failing = []
+
+def drawing(prompts, completions, answers, **extra):
+    draws = [random.random() for _ in completions]
+    if failing and failing.pop():
+        raise RuntimeError("no judge at home")
+    return draws
+"""
+
+
+@pytest.fixture
+def drawing_rewards(tiny_run):
+    """A reward function that draws from Python's generator, before it fails where `failing` says
+    so of its next call."""
+    file = tiny_run.directory / "toy_rewards.py"
+    file.write_text(DRAWING)
+    import toy_rewards
+
+    return toy_rewards
+
+
+def test_a_reward_function_that_fails_costs_no_step_before(tiny_run, lasting, drawing_rewards):
+    changes = {"training.steps": 5, "reward.functions": [{"name": "toy_rewards:drawing"}]}
+    changes |= {"training.save_every": 0, "algorithm.kl_coefficient": 0.1}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    drawing_rewards.failing[:] = [True, False, False, False]
+    told = []
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**changes, announce=told.append)
+    assert told[-1] == "step 4 ended before anything was learned; step_000003 is saved"
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
+def test_a_mended_reward_function_goes_on_where_the_recipe_accepts_it(tiny_run, drawing_rewards):
+    changes = {"training.steps": 3, "reward.functions": [{"name": "toy_rewards:drawing"}]}
+    drawing_rewards.failing[:] = [True, False]
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**changes)
+    with (tiny_run.directory / "toy_rewards.py").open("a") as file:
+        file.write("# mended\n")
+    with pytest.raises(CheckpointError, match="set reward.accept_changed=true to go on"):
+        tiny_run(**changes, resume=True)
+    accepting = changes | {"reward.accept_changed": True}
+    with pytest.raises(CheckpointError, match="algorithm.loss") as refused:
+        tiny_run(**accepting | {"algorithm.loss": "dr_grpo"}, resume=True)
+    assert "accept_changed" not in str(refused.value)
+    _, rows = tiny_run(**accepting, resume=True)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_a_failure_in_the_first_step_saves_nothing(tiny_run, drawing_rewards):
+    drawing_rewards.failing[:] = [True]
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**{"reward.functions": [{"name": "toy_rewards:drawing"}]})
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+
+
+def test_a_failure_in_an_evaluation_saves_no_step_that_has_learned(tiny_run, drawing_rewards):
+    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
+    drawing_rewards.failing[:] = [True, False, False, False]
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**changes)
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
 
 
 def from_file(tiny_run, **changes):
