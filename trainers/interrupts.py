@@ -13,6 +13,8 @@ from typing import Any
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.progress import Progress
 
+_FAILED = 1 << 16
+"""Stands for a failure among the numbers of signals."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -63,6 +65,7 @@ class Ending:
     def __init__(self, progress: Progress, *, speaks: bool) -> None:
         self._handlers, self._progress, self._speaks = _handlers(), progress, speaks
         self._number, self._since = 0, 0.0
+        self._failure: BaseException | None = None
 
     def handle(self, number: int, frame: Any) -> None:
         """Remember the first signal; let a later one end the run at once."""
@@ -76,13 +79,19 @@ class Ending:
                 # Not print: the signal may have come in the middle of one.
                 os.write(2, f"{self._progress.notice}\n".encode())
 
-    def asked(self, world: World) -> int:
-        """The signal that one of the processes got, the same on all; 0 for none."""
-        return max(world.gather("whether to end", self._number))
+    def asked(self, world: World, failure: BaseException | None = None) -> int:
+        """The signal that one of the processes got, the same on all; 0 for none. A failure of this
+        process ends them all too."""
+        self._failure = failure
+        return max(world.gather("whether to end", _FAILED if failure else self._number))
 
     def end(self, number: int) -> None:
-        """Do what the signal does to a process."""
+        """Do what the signal does to a process, or raise the failure."""
         self._restore()
+        if self._failure is not None:
+            raise self._failure
+        if number == _FAILED:
+            raise ValueError("another process could not tell of its step; it says why")
         signal.raise_signal(number)
 
     def _restore(self) -> None:

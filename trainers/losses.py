@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import fmean
 from typing import Literal, Self, TypeVar, get_args
 
 import torch
@@ -90,6 +91,17 @@ class LossOutput(ClippedLoss):
         optional |= {"balance": self.balance}
         found |= {name: v.double().mean().item() for name, v in optional.items() if v is not None}
         return {"loss": self.loss.item()} | {f"{prefix}/{name}": v for name, v in found.items()}
+
+
+def mean_metrics(updates: Sequence[LossOutput]) -> dict[str, float]:
+    """The metrics of several updates: the least of what is a least one, the largest of what is a
+    largest one, and the means of the others."""
+    each = [update.metrics() for update in updates]
+    merge = {"min": min, "max": max}
+    return {
+        name: merge.get(name.rpartition("/")[2], fmean)([metrics[name] for metrics in each])
+        for name in each[0]
+    }
 
 
 def token_weights(

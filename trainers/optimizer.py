@@ -70,8 +70,9 @@ class PolicyOptimizer:
             norm = self._ranks.norm(gradients)
         if not norm < float("inf"):
             raise ValueError(
-                f"the gradient norm is {norm}; no weight was changed. Lower the learning rate, "
-                "look for extreme rewards, or resume from the last checkpoint."
+                f"the gradient norm is {norm}; no weight was changed. Look for extreme rewards, or "
+                "begin a run with a lower learning rate at an earlier checkpoint (policy.path); "
+                "--resume would end here again."
             )
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients.values():

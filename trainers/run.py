@@ -30,7 +30,7 @@ from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
-from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
+from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import check_balance, context_length, load_policy
@@ -72,6 +72,7 @@ from rl_consistency.trainers.run_directory.summary import (
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
 from rl_consistency.trainers.strategies.launcher_settings import engines_off
+from rl_consistency.trainers.tracking.tracked_steps import take_steps
 from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
 from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
 from rl_consistency.trainers.warm_start import fifths_told, targets_of, warm_start
@@ -103,23 +104,24 @@ def train(
     ValueError on bad configuration, data, policy, rewards or checkpoint; ConsistencyError on drift,
     where the recipe says `on_drift: raise`.
     """
-    started = time.perf_counter()
     if dry_run:
         refuse_many_processes()
     config = check_machine(config)
     check_strategy(config)
-    modes = {"--resume": str(resume), "--overwrite": str(overwrite)}
+    given = {"--resume": str(resume), "--overwrite": str(overwrite)}
     with ExitStack() as stack:
         stack.enter_context(engines_off())
         accelerator, world = join(config)
         stack.enter_context(world.naming_others(f"a gather or a sum of {config.training.strategy}"))
         first, announce = world.rank == 0, announce if world.rank == 0 else lambda line: None
-        require_same_facts(world, common_settings(config) | modes, when="before anything is read")
+        require_same_facts(world, common_settings(config) | given, when="before anything is read")
         if world.size > 1 and not config.consistency.ordered:
             announce(f"not ordered: the weights depend on the number of processes, {world.size}")
         with world.agreed("the run directory"):
             if first:
-                check_directory(config, resume=resume, overwrite=overwrite or dry_run)
+                modes = {"resume": resume, "overwrite": overwrite, "dry_run": dry_run}
+                if told := check_directory(config, **modes):
+                    announce(told)
                 stack.enter_context(full_disk_explained(config.run.output_dir))
                 if resume:
                     stack.enter_context(locked(config.run.output_dir))
@@ -138,36 +140,12 @@ def train(
         with world.agreed("the trackers"):
             trackers = TrackerSet(trackers_of(run, wandb) if first else [])
         with trackers:
-            _take_steps(run, trackers, first_step, begins=not resume)
-            seconds = time.perf_counter() - started
+            take_steps(run, trackers, first_step, begins=not resume)
             with whole_weights(run.model):
-                summary = world.from_first("the summary", lambda: run.summarize(seconds))
+                summary = world.from_first("the summary", run.summarize)
             world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
-
-
-def _take_steps(run: _Run, trackers: TrackerSet, first_step: int, *, begins: bool) -> None:
-    """Take the steps that are left, after step 0 of a run that begins. A signal ends them."""
-    # Logged first, saved second: no kill leaves a checkpoint without its metrics.
-    if begins:
-        if opening := run.opening_metrics():
-            with run.world.agreed("the metrics"):
-                trackers.log(0, opening)
-        run.save_if_due(0)
-    with endings_deferred(run.progress, speaks=run.first) as ending:
-        for step in range(first_step, run.config.training.steps + 1):
-            try:
-                metrics = run.step(step)
-            except ConsistencyError as error:
-                trackers.log(step, error.metrics)
-                raise
-            with run.world.agreed("the metrics"):
-                trackers.log(step, metrics)
-            number = ending.asked(run.world)
-            run.save_if_due(step, ends=number != 0)
-            if number:
-                ending.end(number)
 
 
 class _Run:
@@ -182,6 +160,7 @@ class _Run:
         accelerator: Accelerator,
         starting: Announce | None,
     ):
+        self.began = time.perf_counter()
         self.config, self.directory = config, config.run.output_dir
         self.announce, self.stack = announce, stack
         self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
@@ -206,7 +185,7 @@ class _Run:
         self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
         self.reference: Reference | None = None
         if config.algorithm.kl_coefficient:
-            self.reference = Reference(self.model, self.directory / REFERENCE, world, stack)
+            self.reference = Reference(self.model, world, stack)
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         progress.starts("patching the policy")
         session = stack.enter_context(patch(self.model, **config.training.patch))
@@ -234,7 +213,7 @@ class _Run:
         if self.config.warm_start.steps:
             self._warm_start()
         if self.reference is not None:
-            self.reference.begin(self.model)
+            self.reference.begin(self.directory / REFERENCE, self.model)
         self._assemble()
         return 1
 
@@ -249,7 +228,8 @@ class _Run:
         found = {"the checkpoint": str(checkpoint.step)}
         require_same_facts(self.world, found, when="before the first step")
         if self.reference is not None:
-            self.reference.resume(checkpoint.extra["reference_digest"])
+            digest = checkpoint.extra["reference_digest"]
+            self.reference.resume(self.directory / REFERENCE, digest)
         with self.world.agreed("the run directory"):
             if self.first:
                 self._open_step_files(checkpoint.extra["step_files"])
@@ -264,6 +244,7 @@ class _Run:
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
         restore(checkpoint.extra["random_state"])
+        self.began -= checkpoint.extra.get("seconds", 0.0)
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
 
@@ -273,24 +254,35 @@ class _Run:
 
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
-        """One training step, with evaluation where it is due. RewardError where the rewards of its
-        samples fail: nothing was learned from them, and the step before is saved."""
+        """One training step, with evaluation where it is due. Where it ends before anything was
+        learned, as rewards fail or logprobs drift, the step before is saved."""
         every, last = self.config.training.eval_every, step == self.config.training.steps
         before = StepEnd(capture(), self.hook.state_dict())
         with self.progress.step(step):
             try:
                 metrics = self.trainer.step(step)
-            except RewardError:
-                self._save_unlearned(step, before)
+            except (RewardError, ConsistencyError) as error:
+                # All ranks know of a reward's failure at the same time; of drift they may not.
+                common = isinstance(error, RewardError) or self.world.size == 1
+                if common and not self.trainer.has_learned:
+                    self._save_unlearned(step, before)
                 raise
             if every and (step % every == 0 or last):
-                metrics |= self.trainer.evaluate()
+                metrics |= self._evaluate()
         self.no_signal.look(step, metrics)
+        return metrics
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Metrics of an evaluation, after which random states are what they were: a run may have
+        one more, at its end, than a longer one."""
+        state = capture()
+        metrics = self.trainer.evaluate()
+        restore(state)
         return metrics
 
     def opening_metrics(self) -> dict[str, Any]:
         """What is known before the first step; may be empty."""
-        metrics = self.trainer.evaluate() if self.config.training.eval_every else {}
+        metrics = self._evaluate() if self.config.training.eval_every else {}
         if self.config.data.overlong_prompts != "error":
             metrics["data/overlong_prompts"] = self.train_set.overlong
         if self.config.warm_start.steps:
@@ -322,6 +314,7 @@ class _Run:
     def _write(self, step: int, end: StepEnd, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         extra = {
             "random_state": end.random_state,
+            "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference and self.reference.digest,
@@ -341,8 +334,9 @@ class _Run:
             keep=self.config.training.keep_checkpoints,
         )
 
-    def summarize(self, seconds: float) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """Write `summary.json` and return it."""
+        seconds = time.perf_counter() - self.began
         found = summary_of(self.step_files.metrics(), self.hook.summary())
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:

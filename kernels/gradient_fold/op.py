@@ -62,6 +62,12 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
     A `fresh` buffer counts as all zero. On CUDA fp32 operands take an fp64 buffer; an fp32 one
     would be rounded at the end of every call.
     """
+    if not buffer.is_contiguous():
+        # A library takes another way through a buffer that lies otherwise, with other bits.
+        whole = buffer.contiguous()
+        fold_outer(whole, dy, x, fresh=fresh)
+        buffer.copy_(whole)
+        return
     if buffer.is_cuda:
         require_operands("gradient_fold", dy=dy, x=x)
         own = partial(outer_triton.gradient_fold_outer, buffer, dy, x, fresh)

@@ -140,7 +140,7 @@ def _status(error: BaseException) -> int:
     if isinstance(error, rl_consistency.ConsistencyError):
         return _fail(error, 1)
     if isinstance(error, ValueError | TypeError | OSError):
-        return _fail(error, 2)
+        return _fail(str(error) or type(error).__name__, 2)
     if isinstance(error, Ended):
         number = signal.Signals(error.args[0])
         return _fail(f"ended by {number.name}", 128 + number)

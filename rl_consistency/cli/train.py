@@ -88,7 +88,7 @@ def resume_command(args: argparse.Namespace) -> str:
 def find_recipe(name: str) -> Path:
     """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.exists():
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
         return path
     files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
     shipped = {file.stem: file for file in files}

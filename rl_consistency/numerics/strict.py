@@ -58,7 +58,10 @@ def strict(enabled: bool = True, *, except_: Iterable[str] = ()) -> Iterator[Str
 
     Raises:
         ValueError: an unknown op name.
+        TypeError: `enabled` is no bool; "off" would be true.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled is {enabled!r}; give True or False.")
     exceptions = _known(except_)
     stock = exceptions if enabled else frozenset(OPS) - exceptions
     with held(Strictness(stock)) as choice:

@@ -145,6 +145,8 @@ def compare_logprobs(
             "the loss mask, and that the completions are not all empty"
         )
     report = _report(ours[index], theirs.to(ours.device)[index], index, positions=ours.numel())
+    if routing is not None and (isinstance(routing, Tensor) or len(routing) != 2):
+        raise ValueError("routing is a pair: that of the rollout, and that of training")
     sides = zip(("rollout", "training"), routing or (None, None), strict=True)
     known = {side: found for side, found in sides if found is not None}
     if not known:
@@ -208,7 +210,14 @@ def ordered_integers(values: Tensor) -> Tensor:
 
 
 def _parts(values: LogProbs) -> list[Tensor]:
-    return [values] if isinstance(values, Tensor) else list(values)
+    parts = [values] if isinstance(values, Tensor) else list(values)
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"a {type(part).__name__} stands among what is compared; give a tensor, or one for "
+                "each sequence"
+            )
+    return parts
 
 
 def _flat(values: LogProbs, side: str) -> Tensor:

@@ -211,17 +211,25 @@ def localized(model: nn.Module, path: Path, sampling: Sampling) -> str:
 def check_bundle(model: nn.Module, bundle: ReplayBundle) -> None:
     """ValueError, naming what differs, for another fingerprint or weights than the bundle's."""
     device = next(model.parameters()).device
-    here = fingerprint(device)
+    here, stock = fingerprint(device), bundle.fingerprint.get("stock_ops")
     if difference := here.difference(Fingerprint(bundle.fingerprint)):
         raise ValueError(
             f"the bundle was written under another fingerprint: {'; '.join(difference)} (here != "
-            "then). Use the versions, device and settings it was written with."
+            "then). Use the versions, device and settings it was written with"
+            f"{_strictness_of(bundle) if here.entries['stock_ops'] != stock else ''}."
         )
     if (digest := parameter_digest(model)) != bundle.parameter_digest:
         raise ValueError(
             f"the bundle belongs to weights {bundle.parameter_digest[:16]}, these are "
             f"{digest[:16]} (SHA-256): another model, or another step of the run."
         )
+
+
+def _strictness_of(bundle: ReplayBundle) -> str:
+    """The setting under which the ops of a bundle run as they did."""
+    stock = bundle.fingerprint.get("stock_ops", "none")
+    names = "1" if stock == "none" else ",".join(f"-{op}" for op in stock.split(","))
+    return f"; for its ops set RL_CONSISTENCY_STRICT={names}"
 
 
 def check_sides(between: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,6 +29,12 @@ class RequestLimits:
     drafter: Drafter
     tokenizer: Detokenizer | None
 
+    def __post_init__(self) -> None:
+        for name, method in (("drafter", "start"), ("tokenizer", "decode")):
+            given = getattr(self, name)
+            if given is not None and not callable(getattr(given, method, None)):
+                raise TypeError(f"{name} is {given!r}, which has no {method}()")
+
     def sequences(
         self,
         prompts: Sequence[Sequence[int]],
@@ -43,6 +49,8 @@ class RequestLimits:
             raise ValueError(f"sampling must be {wanted}; got {sampling!r}")
         if isinstance(request_ids, str):
             raise ValueError(f"request_ids must be a list of strings, got {request_ids!r}")
+        if prompt_ids is not None and not isinstance(prompt_ids, Iterable):
+            raise ValueError(f"prompt_ids must be a list of integers, got {prompt_ids!r}")
         ids = (
             range(len(prompts))
             if prompt_ids is None

@@ -114,7 +114,7 @@ def _next(
 def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
     # An interrupt from the terminal reaches every process; the first one reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     use_workers(compiling)
     if device.type == "cuda" and device.index is not None:
@@ -131,7 +131,7 @@ def _wait_without_spinning(index: int) -> None:
         raise RuntimeError(f"the CUDA driver does not take blocking waits: error {refused}.")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process with its parent. Otherwise a pool's processes would wait for work for ever
     once the first was killed."""
     parent = parent_process()

@@ -227,3 +227,11 @@ def test_routing_of_other_tokens_is_refused():
     a = logprobs(6)
     with pytest.raises(ValueError, match="training's routing has"):
         compare_logprobs(a, a, routing=(torch.arange(6), torch.arange(5)))
+
+
+def test_what_is_no_tensor_is_refused_by_name():
+    logprobs = [torch.zeros(2)]
+    with pytest.raises(TypeError, match="a bool stands among what is compared"):
+        compare_logprobs(logprobs, logprobs, mask=[True, False])
+    with pytest.raises(ValueError, match="routing is a pair"):
+        compare_logprobs(logprobs, logprobs, routing=torch.zeros(2))

@@ -137,7 +137,7 @@ def test_an_error_that_can_be_sent_arrives_as_it_is():
 
 def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
     found = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(verify_processes, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(verify_processes, "end_with_parent", lambda: None)
     monkeypatch.setattr(compile_ahead, "_workers", 1)
     try:
         _begin_process(torch.device("cuda"), torch.get_num_threads(), 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def rollout_metrics(
     cut = sum(c.finish_reason == "length" for c in completions)
     return {
         "reward/mean": fmean(rewards.total),
-        "reward/std": float(torch.tensor(rewards.total).std()) if len(rewards.total) > 1 else 0.0,
+        "reward/std": stdev(rewards.total) if len(rewards.total) > 1 else 0.0,
         "completion/length_mean": fmean(lengths),
         "completion/length_max": max(lengths),
         "completion/cut_fraction": cut / len(completions),

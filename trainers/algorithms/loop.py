@@ -42,6 +42,7 @@ from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import (
     LossOutput,
+    mean_metrics,
     merge_outputs,
     policy_loss,
     token_weights,
@@ -76,14 +77,14 @@ class PolicyTrainer(ABC):
     hook: TrainerHook
     reference: Any = None
     """The patched, frozen policy of the KL term; None without that term."""
+    has_learned: bool = False  # whether the step changed a weight
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of the last step that people are shown, each with its reward."""
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     """Told what is done of a phase of the step."""
 
     _routing: dict[int, Tensor] = field(init=False)  # of the samples scored last
-    timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")
-    """What the seconds of a step are counted for."""
+    timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")  # phases of a step
 
     @abstractmethod
     def _with_advantages(
@@ -114,14 +115,14 @@ class PolicyTrainer(ABC):
                 ranks, or the hook raised it.
         """
         started = perf_counter()
-        self._times, self.samples, self._trained = dict.fromkeys(self.timed, 0.0), [], 0
+        self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
+        self._trained, self.has_learned = 0, False
         with self._timed("rollout"):
             index, completions = self._roll_out(step)
         statistics = self.engine.stats
         metrics, experience = self._experience(step, index, completions)
         # How the engine was used. Like times, these may differ between runs with equal tokens.
         metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
-        metrics["learning_rate"] = self.optimizer.learning_rate
         metrics |= self._learn(experience)
         with whole_weights(self.model):
             self._weights_digest = self._common_digest(f"after step {step}")
@@ -239,14 +240,14 @@ class PolicyTrainer(ABC):
                     if self._routing:
                         given.append(self.ranks.shared_tensors("routing", self._routing))
                     metrics |= self._told("training logprobs", *given)
-            gradient_step = self._gradient_step(experience, part, not updates)
-            metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
+            taken = self._gradient_step(experience, part, not updates)
+            metrics |= self._told("gradients", self.hook.on_gradients, taken)
+            metrics["learning_rate"] = self.optimizer.learning_rate
             with self._timed("optimizer"):
+                self.has_learned = True
                 norms.append(self.optimizer.step(norm))
             updates.append(output)
-        each = [update.metrics() for update in updates]
-        means = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
-        return metrics | means | {"gradient_norm": fmean(norms)}
+        return metrics | mean_metrics(updates) | {"gradient_norm": fmean(norms)}
 
     def _minibatches(self, experience: Experience) -> Iterator[list[int]]:
         """The samples of each optimizer step on a rollout."""

@@ -15,27 +15,27 @@ from rl_consistency.trainers.run_directory.checkpoint import load_frozen, save_w
 
 
 class Reference:
-    """A copy of a policy that is not patched yet, and `file`, which keeps its weights.
+    """A copy of a policy that is not patched yet.
 
-    `begin` or `resume` gives it the weights and patches it; `stack` undoes the patch.
+    `begin` or `resume` gives it the weights of a file and patches it; `stack` undoes the patch.
     """
 
-    def __init__(self, policy: Any, file: Path, world: World, stack: ExitStack) -> None:
+    def __init__(self, policy: Any, world: World, stack: ExitStack) -> None:
         self.model = copy.deepcopy(policy)
         self.digest: str | None = None
         """SHA-256 of the weights' file, once they are there."""
-        self._file, self._world, self._stack = file, world, stack
+        self._world, self._stack = world, stack
 
-    def begin(self, policy: Any) -> None:
+    def begin(self, file: Path, policy: Any) -> None:
         """Keep the weights that the policy has now. Every rank calls it."""
-        save = partial(save_weights, self._file, policy)
+        save = partial(save_weights, file, policy)
         with whole_weights(policy):
             digest = self._world.from_first("the reference", save)
-        self.resume(digest)
+        self.resume(file, digest)
 
-    def resume(self, digest: str) -> None:
+    def resume(self, file: Path, digest: str) -> None:
         """Take the weights of the file; CheckpointError where it has another digest."""
         with self._world.agreed("the reference"):
-            load_frozen(self.model, self._file, digest)
+            load_frozen(self.model, file, digest)
         self._stack.enter_context(patch(self.model))
         self.digest = digest

@@ -62,8 +62,11 @@ class DataSection(Section):
     chat_template: bool = False
     """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
     messages (objects with role and content), or of the text as one message of the user."""
+    add_special_tokens: bool = True
+    """Begin a prompt with the special tokens (BOS) that the tokenizer puts before a text, as TRL
+    does, unless the text has them itself. A chat template writes its own: it gets none."""
     max_prompt_tokens: Count = 256
-    """Longest prompt in tokens, chat template included."""
+    """Longest prompt in tokens, chat template and special tokens included."""
     overlong_prompts: OverlongPrompts = "error"
     """A prompt longer than that, or too long for the model's context with max_tokens: error names
     the example; drop leaves it out; truncate keeps its last tokens. The number is printed and

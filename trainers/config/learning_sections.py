@@ -141,8 +141,9 @@ class TrainingSection(Section):
     eval_samples: Count | None = None
     """Evaluation examples used, one greedy completion each; null = all."""
     save_every: CountOrZero | None = 0
-    """Write a checkpoint every this many steps; 0 = only at the end, null = none, unless a signal
-    ends the run; a run that is resumed writes one at its end."""
+    """Write a checkpoint every this many steps; 0 = only at the end, null = none. Both write one
+    where a signal, failing rewards or drift end the run, and 0 after a warm start; a run that is
+    resumed writes one at its end."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints stay."""
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 from rl_consistency.distributed.leaves import LeafOrder
@@ -38,6 +37,7 @@ from rl_consistency.trainers.config.section import Section
 from rl_consistency.trainers.config.strict_yaml import (
     RecipeSyntaxError,
     apply_overrides,
+    dump,
     read,
     shown,
 )
@@ -279,8 +279,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML: every field, defaults included, in the order of the models."""
-    tree = config.model_dump(mode="json")
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+    return dump(config.model_dump(mode="json"))
 
 
 def _problems(error: ValidationError) -> list[str]:

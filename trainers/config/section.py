@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+LARGEST = 1e30
+"""The largest number of a recipe: torch computes with it, and some multiples of it, in float32."""
+
 
 class Section(BaseModel):
     """A frozen section: no unknown keys, finite numbers, a docstring under each field."""
@@ -19,6 +22,12 @@ class Section(BaseModel):
 def _not_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _computable(value: float) -> float:
+    if abs(value) > LARGEST:
+        raise ValueError(f"{value:g} is beyond {LARGEST:g}, and float32 computes with it")
     return value
 
 
@@ -40,7 +49,7 @@ def _absolute(path: Path) -> Path:
 
 
 Int = Annotated[int, BeforeValidator(_not_bool), Field(ge=-(2**63), lt=2**63)]
-Float = Annotated[float, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_computable)]
 Count = Annotated[Int, Field(ge=1)]
 CountOrZero = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Float, Field(gt=0)]
@@ -56,4 +65,5 @@ def require_one(**choices: Any) -> None:
     given = [name for name, value in choices.items() if value is not None]
     if len(given) != 1:
         got = ", ".join(given) or "none"
-        raise ValueError(f"exactly one of {', '.join(choices)} is needed, got {got}")
+        remedy = "; set the others to null" if len(given) > 1 else ""
+        raise ValueError(f"exactly one of {', '.join(choices)} is needed, got {got}{remedy}")

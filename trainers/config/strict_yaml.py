@@ -77,12 +77,25 @@ _SCALARS = (
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
 )
+
+
+class _StrictDumper(yaml.SafeDumper):
+    """SafeDumper that quotes the texts which `_StrictLoader` would read as something else."""
+
+    yaml_implicit_resolvers = _StrictLoader.yaml_implicit_resolvers
+
+
 for _tag, _pattern, _first in _SCALARS:
     # PyYAML looks a resolver up by the scalar's first character, "" for an empty scalar.
     _StrictLoader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
     )
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_decimal)
+
+
+def dump(tree: Any) -> str:
+    """The YAML that `parse` reads as the tree."""
+    return yaml.dump(tree, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def read(path: Path) -> Any:

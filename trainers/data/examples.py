@@ -167,23 +167,28 @@ def encode_prompt(
     max_tokens: int,
     context_length: int,
     overlong: OverlongPrompts = "error",
+    leading: Sequence[int] = (),
 ) -> tuple[list[int] | None, bool]:
     """The token ids of the prompt of `example`, and whether it is longer than the limits allow.
 
-    It may have `max_prompt_tokens` and has to leave `max_tokens` of the model's `context_length`. A
-    longer one keeps its last tokens with `overlong` truncate, and is None with drop.
+    It begins with the tokens `leading`, whether its text does or not. It may have
+    `max_prompt_tokens` and has to leave `max_tokens` of the model's `context_length`. A longer one
+    keeps `leading` and its last tokens with `overlong` truncate, and is None with drop.
 
     DataError, naming the example and the lengths, if the prompt has no token or, with error, too
     many.
     """
-    token_ids = list(encode(example.prompt))
-    length = len(token_ids)
-    remedy = "take the example out of the data, or set data.overlong_prompts to drop or truncate"
-    if length == 0:
+    leading, token_ids = list(leading), list(encode(example.prompt))
+    if not token_ids:
         raise DataError(f"{example.place}: its prompt has no token")
+    if token_ids[: len(leading)] == leading:
+        del token_ids[: len(leading)]
+    length = len(leading) + len(token_ids)
+    remedy = "take the example out of the data, or set data.overlong_prompts to drop or truncate"
     longest = min(max_prompt_tokens, context_length - max_tokens)
-    if overlong != "error" and 0 < longest < length:
-        return (token_ids[-longest:] if overlong == "truncate" else None), True
+    if overlong != "error" and len(leading) < longest < length:
+        kept = [*leading, *token_ids[len(leading) - longest :]]
+        return (kept if overlong == "truncate" else None), True
     if length > max_prompt_tokens:
         raise DataError(
             f"{example.place}: its prompt has {length} tokens, data.max_prompt_tokens is "
@@ -195,7 +200,7 @@ def encode_prompt(
             f"completion {length + max_tokens}; the model's context is {context_length}: lower "
             f"rollout.sampling.max_tokens, {remedy}"
         )
-    return token_ids, False
+    return [*leading, *token_ids], False
 
 
 @lru_cache(maxsize=4)

@@ -39,6 +39,7 @@ def load_prompts(
         max_tokens=config.rollout.sampling.max_tokens,
         context_length=context_length,
         overlong=config.data.overlong_prompts,
+        leading=leading_tokens(tokenizer) if _adds_special_tokens(config) else (),
     )
 
     def encoded(examples: list[Example]) -> PromptSet:
@@ -70,6 +71,18 @@ def overlong_told(config: RunConfig, train: PromptSet, evaluation: PromptSet | N
     if not found:
         return None
     return f"{' and '.join(found)} are too long: {done[config.data.overlong_prompts]}"
+
+
+def leading_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before a text, such as BOS; [] if none."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
+    starts = range(len(whole) - len(plain) + 1)
+    first = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+    return list(whole[:first])
+
+
+def _adds_special_tokens(config: RunConfig) -> bool:
+    return config.data.add_special_tokens and not config.data.chat_template
 
 
 def encode_targets(

@@ -16,6 +16,7 @@ the data. A recipe names a built-in function or `package.module:function`, which
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -68,10 +69,10 @@ class RewardFunction:
         completions: Sequence[str],
         token_ids: Sequence[Sequence[int]],
     ) -> dict[str, list[Any]]:
-        """What the function is called with, by name."""
+        """What the function is called with, by name; copies, so that it may change them."""
         names = sorted({name for example in examples for name in example.extra})
         columns: dict[str, list[Any]] = {
-            name: [example.extra.get(name) for example in examples] for name in names
+            name: [copy.deepcopy(example.extra.get(name)) for example in examples] for name in names
         }
         answers = [example.answer for example in examples]
         prompts: list[Any] = [example.prompt for example in examples]
@@ -80,7 +81,7 @@ class RewardFunction:
             return {"prompts": prompts, "completions": answered, "answers": answers} | columns
         for index, messages in enumerate(example.messages for example in examples):
             if messages is not None:
-                prompts[index] = [dict(message) for message in messages]
+                prompts[index] = [copy.deepcopy(dict(message)) for message in messages]
                 answered[index] = [{"role": "assistant", "content": completions[index]}]
         ids = [list(part) for part in token_ids]
         given = {"prompts": prompts, "completions": answered, "completion_ids": ids}

@@ -53,12 +53,19 @@ class RunDirectoryError(ValueError):
     """A run directory that cannot be started in or resumed from."""
 
 
-def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
-    """RunDirectoryError, with its remedy, where the run cannot be started or continued."""
+def check_directory(
+    config: RunConfig, *, resume: bool, overwrite: bool, dry_run: bool = False
+) -> str | None:
+    """RunDirectoryError, with its remedy, where the run cannot be started or continued; of a dry
+    run, which writes nothing, what the run itself would have to be told."""
     directory = config.run.output_dir
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
         raise RunDirectoryError(f"run.output_dir: {there} is not a directory; choose another.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunDirectoryError(
+            f"run.output_dir: nothing can be written into {there}; choose another."
+        )
     require_kinds(directory)
     listed = _listed(directory)
     names = (*FILES, CHECKPOINTS, REPLAY)
@@ -78,12 +85,16 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
     if resume and not listed:
         raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
     if listed and not resume:
+        held = (
+            f"{directory} already holds a run; continue it with --resume, remove it with "
+            "--overwrite, or choose another with --set run.output_dir=DIR."
+        )
+        if dry_run:
+            return held
         if not overwrite:
-            raise RunDirectoryError(
-                f"{directory} already holds a run; continue it with --resume, remove it with "
-                "--overwrite, or choose another with --set run.output_dir=DIR."
-            )
+            raise RunDirectoryError(held)
         _require_removable(config)
+    return None
 
 
 def require_kinds(directory: Path) -> None:
@@ -176,7 +187,7 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
         raise RunDirectoryError(
             f"{directory} has no complete checkpoint to resume from; start again with --overwrite, "
-            "with a number as training.save_every to have checkpoints on the way."
+            "with training.save_every above 0 to have checkpoints on the way."
         )
     accepted = REWARD_FUNCTION if config.reward.accept_changed else None
     checkpoint = load_checkpoint(checkpoints[-1], fingerprint, accepted=accepted)

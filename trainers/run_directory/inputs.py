@@ -16,6 +16,7 @@ from typing import Any
 from rl_consistency.distributed.gradient_norm import ORDER as GRADIENT_NORM
 from rl_consistency.distributed.ordered_sum import ORDER as LEAF_SUM
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
+from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
@@ -35,12 +36,35 @@ FREE = {
 no bit depends on them."""
 
 
+CHECKS = {
+    "consistency": {
+        *("gradient_check_every", "gradient_check_sequences", "value_check_every"),
+        *("shadow_every", "on_drift"),
+    }
+}
+"""What looks at a run and moves nothing in it."""
+
+SCHEDULING = {
+    "policy": {"gradient_checkpointing"},
+    "rollout": {
+        *("kv_block_size", "num_kv_blocks", "max_batch_tokens", "max_num_seqs"),
+        *("prefill_chunk_size", "prefix_sharing", "cuda_graphs"),
+    },
+    "training": {"micro_batch_size", "layout", "cuda_graphs", "eval_every", "eval_samples"},
+}
+"""What no bit depends on while all ops are canonical."""
+
+
 def settings(config: RunConfig) -> dict[str, str]:
     """The recipe's values that decide on the trajectory, by dotted key.
 
     Without a schedule that ends, nothing before a step depends on how many steps follow.
     """
     tree = config.model_dump(mode="json", exclude=FREE)
+    canonical = not current().stock and config.consistency.ordered
+    for section, keys in (CHECKS | (SCHEDULING if canonical else {})).items():
+        for key in keys:
+            tree[section].pop(key, None)
     if config.optimizer.schedule == "constant":
         del tree["training"]["steps"]
     return dict(flat(tree))

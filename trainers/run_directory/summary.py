@@ -15,16 +15,17 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
 
 SUMMARY_STEPS = 5
-"""Steps at either end of a run whose mean reward the summary shows."""
+"""Most steps at either end of a run whose mean reward the summary shows; never one at both."""
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> dict[str, Any]:
     """Summary of all steps' metrics: rewards at both ends, median speeds; `totals` of the hook."""
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    ends = min(SUMMARY_STEPS, max(len(rewards) // 2, 1))
     evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
     return {
-        "reward/first": fmean(rewards[:SUMMARY_STEPS]),
-        "reward/last": fmean(rewards[-SUMMARY_STEPS:]),
+        "reward/first": fmean(rewards[:ends]),
+        "reward/last": fmean(rewards[-ends:]),
         "eval/first": evaluations[0] if evaluations else None,
         "eval/last": evaluations[-1] if evaluations else None,
         **totals,

@@ -34,9 +34,18 @@ class TrackerSet:
         self._trackers = list(trackers)
         self.failed = False
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+    def log(self, step: int, metrics: Metrics) -> BaseException | None:
+        """Tell all trackers. The first one, of the run's files, may raise; what another raises, as
+        the console does whose output nobody takes, is returned."""
+        failure: BaseException | None = None
+        for index, tracker in enumerate(self._trackers):
+            try:
+                tracker.log(step, metrics)
+            except (OSError, ValueError, SystemExit) as error:  # rich exits where its reader left
+                if index == 0:
+                    raise
+                failure = failure or error
+        return failure
 
     def __enter__(self) -> TrackerSet:
         return self

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     import wandb
 
 MISSING = "wandb is not installed: pip install 'rl-consistency[wandb]'"
-NO_KEY = "there is no key: set WANDB_API_KEY, run `wandb login`, or set mode to offline"
+NO_KEY = (
+    "wandb took no key, or was not reached: set WANDB_API_KEY, run `wandb login`, or set mode to "
+    "offline"
+)
 WITHOUT = "wandb logs nothing from here on, and the run goes on ({}). metrics.jsonl has all figures"
 
 

@@ -12,6 +12,7 @@ from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.strategies import zero
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
+from rl_consistency.verify.processes import end_with_parent
 from rl_consistency.verify.world.cells import RELEASED, Cell, Outcome, config_of
 
 OnOutcome = Callable[[Outcome], None]
@@ -96,6 +98,7 @@ def _run_group(
 
 
 def _enter(rank: int, cells: Cells, world_size: int, steps: int, device: str, folder: Path) -> None:
+    Thread(target=end_with_parent, daemon=True).start()
     # torch's own FSDP2 calls what torch 2.13 deprecates; the lines would stand across the table.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(1)

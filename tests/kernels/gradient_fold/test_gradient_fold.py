@@ -154,3 +154,19 @@ def test_a_row_of_index_minus_one_is_left_out():
     fold_rows(got, index, rows)
     fold_rows(expected, index[[0, 2, 4]], rows[[0, 2, 4]])
     assert same_bytes(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (6, 32), (8, 64), (64, 64)])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_buffer_that_lies_otherwise_has_the_same_bytes(shape, fresh):
+    """With few rows the library takes another way through it; the control shows that."""
+    rows, columns = shape
+    dy, x = probe((TOKENS, rows)), probe((TOKENS, columns), seed=1)
+    straight, other = torch.zeros(shape), torch.zeros(shape[::-1]).t()
+    for buffer in (straight, other):
+        fold_outer(buffer, dy, x, fresh=fresh)
+    assert same_bytes(other.contiguous(), straight) and not other.is_contiguous()
+    control = torch.zeros(shape[::-1]).t()
+    for left, right in zip(dy.split(16), x.split(16), strict=True):
+        control.addmm_(left.t(), right)
+    assert torch.equal(control, straight) == (rows > 8)

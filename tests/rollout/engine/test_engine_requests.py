@@ -215,6 +215,12 @@ def test_a_call_of_another_form_is_refused(model: Any, call: Any, message: str) 
     assert is_idle(engine)
 
 
+@pytest.mark.parametrize("options", [{"tokenizer": "gpt2"}, {"drafter": 3}])
+def test_parts_of_another_kind_are_refused(model: Any, options: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{next(iter(options))} is .*, which has no \w+\(\)"):
+        engine_of(model, **options)
+
+
 def test_a_prefill_of_single_tokens_is_shared_and_moves_nothing(model: Any, expected: Any) -> None:
     engine = engine_of(model, prefill_chunk_size=1)
     assert content(engine.generate(PROMPTS, SAMPLING)) == expected

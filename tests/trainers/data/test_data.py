@@ -224,3 +224,30 @@ def test_draw_numbers_never_repeat():
 def test_an_impossible_order_is_refused(size, batch):
     with pytest.raises(ValueError, match="must be positive|needs as many examples"):
         DataOrder(size, batch)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "longest", "expected"),
+    [
+        ("error", 9, (b"^abcdefgh", False)),
+        ("truncate", 4, (b"^fgh", True)),
+        ("drop", 4, (None, True)),
+    ],
+)
+def test_a_prompt_keeps_its_leading_tokens(overlong, longest, expected):
+    limits = {"max_prompt_tokens": longest, "max_tokens": 1, "context_length": 64}
+    prompt, flag = expected
+    for text in ("abcdefgh", "^abcdefgh"):  # a text that has them itself gets no second ones
+        example = dataclasses.replace(EXAMPLE, prompt=text)
+        found = encode_prompt(example, encode, **limits, overlong=overlong, leading=b"^")
+        assert found == (prompt and list(prompt), flag)
+
+
+def test_leading_tokens_alone_are_no_prompt():
+    limits = {"max_prompt_tokens": 9, "max_tokens": 1, "context_length": 64}
+    with pytest.raises(DataError, match="its prompt has no token"):
+        encode_prompt(dataclasses.replace(EXAMPLE, prompt=""), encode, **limits, leading=[1])
+    with pytest.raises(DataError, match="prompt has 9 tokens, data.max_prompt_tokens is 1"):
+        encode_prompt(
+            EXAMPLE, encode, **limits | {"max_prompt_tokens": 1}, overlong="drop", leading=[1]
+        )

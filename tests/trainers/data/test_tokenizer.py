@@ -1,8 +1,17 @@
 import random
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import processors
 
-from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
+from rl_consistency.trainers.config.data_sections import DataSection
+from rl_consistency.trainers.data.prompts import leading_tokens, load_prompts
+from rl_consistency.trainers.data.tokenizer import (
+    BOS_TOKEN,
+    EOS_TOKEN,
+    byte_tokenizer,
+    load_tokenizer,
+)
 
 
 def any_text(length, seed):
@@ -70,3 +79,43 @@ def test_a_tokenizer_without_end_token_is_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no eos_token"):
         load_tokenizer(tmp_path)
+
+
+def with_special_tokens(template):
+    """The byte tokenizer, which now writes BOS and EOS where the template says so."""
+    tokenizer = byte_tokenizer()
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS_TOKEN, EOS_TOKEN)]
+    post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    tokenizer._tokenizer.post_processor = post_processor
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "leads"),
+    [(f"{BOS_TOKEN} $A", True), (f"{BOS_TOKEN} $A {EOS_TOKEN}", True), (f"$A {EOS_TOKEN}", False)],
+)
+def test_tokens_before_a_text_lead_it_and_those_behind_do_not(template, leads):
+    tokenizer = with_special_tokens(template)
+    assert len(tokenizer.encode("a")) > 1
+    assert leading_tokens(tokenizer) == ([tokenizer.bos_token_id] if leads else [])
+    assert leading_tokens(byte_tokenizer()) == []
+
+
+def test_prompts_begin_as_the_tokenizer_s_texts_do_unless_the_recipe_says_otherwise(tmp_path):
+    tokenizer = with_special_tokens(f"{BOS_TOKEN} $A")
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"question": "1+1=", "answer": "2"}\n')
+
+    def prompts(**data):
+        data = {"path": str(file), "max_prompt_tokens": 32} | data
+        config = SimpleNamespace(
+            data=DataSection(**data),
+            rollout=SimpleNamespace(sampling=SimpleNamespace(max_tokens=4), prompts_per_step=1),
+        )
+        (prompt,) = load_prompts(config, tokenizer, context_length=64, vocab_size=259)[0].prompts
+        return prompt
+
+    assert prompts() == tokenizer.encode("1+1=") == [tokenizer.bos_token_id, *b"1+1="]
+    assert prompts(add_special_tokens=False) == list(b"1+1=")
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    assert prompts(chat_template=True) == list(f"{BOS_TOKEN}1+1=".encode())

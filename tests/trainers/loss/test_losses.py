@@ -5,7 +5,13 @@ import torch
 
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
-from rl_consistency.trainers.losses import merge_outputs, policy_loss, token_weights, value_loss
+from rl_consistency.trainers.losses import (
+    mean_metrics,
+    merge_outputs,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
 
 LENGTHS = [3, 1, 17, 8, 33, 2, 5]
 
@@ -281,3 +287,22 @@ def test_a_value_clip_that_is_not_positive_is_refused(clip):
 def test_values_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="one shape"):
         value_loss(torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.zeros(2), clip=0.2)
+
+
+def test_metrics_of_several_updates_keep_their_extremes():
+    updates = []
+    for logprobs in ([0.0, -1.0, 2.0], [0.5, -0.25, 0.0]):
+        batch = TokenBatch(
+            logprobs=torch.tensor(logprobs),
+            old_logprobs=torch.zeros(3),
+            advantages=torch.ones(3),
+            sequence_ids=torch.zeros(3, dtype=torch.int64),
+            lengths=[3],
+        )
+        updates.append(policy_loss(batch, torch.ones(3) / 3, LossConfig()))
+    first, second = (update.metrics() for update in updates)
+    found = mean_metrics(updates)
+    assert found["policy/ratio/min"] == first["policy/ratio/min"] < second["policy/ratio/min"]
+    assert found["policy/ratio/max"] == first["policy/ratio/max"] > second["policy/ratio/max"]
+    assert found["loss"] == (first["loss"] + second["loss"]) / 2
+    assert found.keys() == first.keys()

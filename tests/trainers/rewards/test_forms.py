@@ -188,3 +188,25 @@ def test_a_run_gives_a_function_of_trl_the_tokens_that_it_sampled(tiny_run):
     term = {"name": "toy_rewards:length", "signature": "trl"}
     _, rows = tiny_run(**{"reward.functions": [term], "training.steps": 1})
     assert rows[0]["reward/mean"] == rows[0]["completion/length_mean"]
+
+
+@pytest.mark.parametrize("signature", ["ours", "trl"])
+def test_a_function_that_changes_what_it_is_given_changes_no_example(signature):
+    """A resumed run reads the data anew, and would see other rewards."""
+    messages = ({"role": "user", "content": [{"text": "p"}]},)
+    examples = [
+        Example(id=i, prompt="p", answer="a", target="a", extra={"seen": [0]}, messages=messages)
+        for i in range(3)
+    ]
+
+    def greedy(prompts, seen, **given):
+        for prompt, each in zip(prompts, seen, strict=True):
+            each.append(1)
+            if signature == "trl":
+                prompt[0]["content"].append("more")
+        return [float(len(each)) for each in seen]
+
+    for _ in range(2):
+        assert score(greedy, signature=signature, examples=examples) == [2.0, 2.0, 2.0]
+    assert messages[0]["content"] == [{"text": "p"}]
+    assert all(example.extra == {"seen": [0]} for example in examples)

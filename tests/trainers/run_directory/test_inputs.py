@@ -125,6 +125,35 @@ def test_an_edited_input_is_refused_by_name(tiny_run, given, edit, name):
     assert tiny_run.files() == before
 
 
+def test_a_run_goes_on_with_other_checks_and_another_cut_of_its_work(tiny_run, given, lasting):
+    """What the questions about memory and drift advise has to work on the run they are for."""
+    digest = stopped(tiny_run, given)
+    others = {
+        "consistency.on_drift": "warn",
+        "consistency.gradient_check_every": 2,
+        "consistency.shadow_every": 3,
+        "policy.gradient_checkpointing": True,
+        "rollout.num_kv_blocks": 12,
+        "rollout.max_num_seqs": 3,
+        "rollout.prefill_chunk_size": 2,
+        "rollout.prefix_sharing": False,
+        "rollout.cuda_graphs": False,
+        "training.micro_batch_size": 3,
+        "training.layout": "padded",
+        "training.eval_every": 1,
+    }
+    resumed, _ = tiny_run(**given | others, resume=True)
+    assert resumed["parameter_digest"] == digest
+
+
+def test_the_cut_decides_where_ops_are_stock(tiny_run):
+    """Negative control."""
+    stock = {**STEPS, "consistency.strict_except": ["linear"]}
+    stopped(tiny_run, stock)
+    with pytest.raises(CheckpointError, match="training.micro_batch_size: 3 != 8"):
+        tiny_run(**stock | {"training.micro_batch_size": 3}, resume=True)
+
+
 @pytest.mark.parametrize(
     ("edit", "digests"), [(swap_lines, "data_digests"), (edit_reward, "reward_digests")]
 )

@@ -137,7 +137,7 @@ def test_where_any_name_will_do_a_misnamed_checkpoint_is_called_half_a_one(tiny_
     tiny_run(**{"training.steps": 1})
     checkpoints = tiny_run.directory / "run" / "checkpoints"
     (checkpoints / "step_000001").rename(checkpoints / "step_9")
-    monkeypatch.setattr(checkpoint, "_name", lambda step: "step_9")
+    monkeypatch.setattr(checkpoint, "checkpoint_name", lambda step: "step_9")
     with pytest.raises(RunDirectoryError, match="step_9 is no whole checkpoint"):
         tiny_run(**{"training.steps": 2}, resume=True)
 
