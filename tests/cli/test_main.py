@@ -43,6 +43,7 @@ def test_the_status_of_a_command_is_returned(command):
         (ValueError("unknown preset"), 2),
         (TypeError("fp8"), 2),
         (FileNotFoundError("no such file"), 2),
+        (TimeoutError(), 2),
     ],
 )
 def test_an_expected_error_is_one_message_and_a_status(command, capsys, error, status):
@@ -52,7 +53,7 @@ def test_an_expected_error_is_one_message_and_a_status(command, capsys, error, s
     command.action = fail
     assert main(["verify"]) == status
     captured = capsys.readouterr()
-    assert captured.err == f"error: {error}\n"
+    assert captured.err == f"error: {str(error) or 'TimeoutError'}\n"
     assert captured.out == ""
 
 

@@ -255,3 +255,17 @@ def test_the_whole_recipe_is_printed_and_reads_back_without_a_run(command, tmp_p
     config = load_config(printed)
     assert config.data.prompt_template == f"{name} {{prompt}}" and config.training.steps == 2
     assert config.training.micro_batch_size == 8  # a default
+
+
+@pytest.mark.parametrize("text", ["1e3", "08", "1e-3", "+08", ".5e3", "null", "true", "~", "on"])
+def test_texts_that_look_like_something_else_are_printed_as_texts(command, tmp_path, capsys, text):
+    assert command("--print-config", "--set", f"data.answer_field='{text}'") == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out, "utf-8")
+    assert load_config(printed).data.answer_field == text
+
+
+def test_a_folder_of_a_recipe_s_name_hides_no_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ppo_arithmetic_tiny_cpu").mkdir()
+    assert train.find_recipe("ppo_arithmetic_tiny_cpu").is_file()

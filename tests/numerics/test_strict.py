@@ -81,6 +81,13 @@ def test_another_thread_keeps_its_own_choice():
     assert seen == [_from_environment().canonical("linear")]
 
 
+@pytest.mark.parametrize("choice", ["no", "false", 0, None])
+def test_a_choice_that_is_no_bool_is_refused(choice):
+    """Any text would be true."""
+    with pytest.raises(TypeError, match="give True or False"), strict(choice):
+        pass
+
+
 def test_unknown_names_are_refused():
     unknown = r"unknown op 'atention', 'mlp'; known: linear, rms_norm"
     with pytest.raises(ValueError, match=unknown), strict(except_={"mlp", "atention"}):

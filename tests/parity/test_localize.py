@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -10,8 +11,9 @@ from rl_consistency.models import modules
 from rl_consistency.models.families import ops_of
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.parity.localize import localize, localize_bundle
+from rl_consistency.parity.localize import check_bundle, localize, localize_bundle
 from rl_consistency.parity.replay import load_replay_bundle, save_replay_bundle
 from rl_consistency.parity.sides import SIDES
 from rl_consistency.verify.presets import build_preset
@@ -159,6 +161,18 @@ def bundle(model, tmp_path, work):
 def test_a_bundle_is_run_with_its_own_tokens_and_sampling(model, bundle):
     plain = localize_bundle(model, bundle, ablation=False)
     assert plain.equal and plain.logprobs.tokens == 32 and plain.between == ("rollout", "training")
+
+
+@pytest.mark.parametrize(
+    ("stock", "setting"), [("attention,glu", "-attention,-glu"), ("none", "1")]
+)
+def test_a_bundle_of_other_ops_says_how_to_run_them(model, bundle, stock, setting):
+    other = dataclasses.replace(bundle, fingerprint=bundle.fingerprint | {"stock_ops": stock})
+    with (
+        strict(except_={"linear"}),
+        pytest.raises(ValueError, match=f"for its ops set RL_CONSISTENCY_STRICT={setting}\\."),
+    ):
+        check_bundle(model, other)
 
 
 def test_a_bundle_of_other_weights_or_another_fingerprint_is_refused(model, bundle):

@@ -182,6 +182,8 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         ("reward.functions=[]", "at least one reward function"),
         ("reward.functions=[{name: a}, {name: a}]", "a stands more than once"),
         ("consistency.strict_except=[softmax]", "unknown op softmax; the ops are "),
+        ("optimizer.learning_rate=1e300", "1e+300 is beyond 1e+30, and float32 computes with it"),
+        ("algorithm.clip_high=1e39", "1e+39 is beyond 1e+30, and float32 computes with it"),
     ],
 )
 def test_a_section_refuses_a_wrong_value(override, message):

@@ -14,6 +14,8 @@ from rl_consistency.trainers.dry_run import reduced
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run import train
+from rl_consistency.trainers.run_directory import directory
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 SHARED = {
     "algorithm.updates_per_rollout": 2,
@@ -95,9 +97,19 @@ def test_on_a_gpu_short_passes_tell_what_the_longest_need(tiny_run, monkeypatch,
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(dry_run, tiny_run):
     tiny_run(**{"training.steps": 1})
-    before = tiny_run.files()
+    (tiny_run.directory / "run" / "notes.txt").write_text("mine")
+    before, told = tiny_run.files(), []
     assert dry_run() == 0
+    train(tiny_run.config(), dry_run=True, announce=told.append)
     assert tiny_run.files() == before
+    assert "already holds a run; continue it with --resume" in told[0]
+
+
+def test_a_directory_that_takes_no_file_is_named_before_the_model_is_loaded(tiny_run, monkeypatch):
+    monkeypatch.setattr(directory.os, "access", lambda path, mode: False)
+    for dry_run in (True, False):
+        with pytest.raises(RunDirectoryError, match="nothing can be written into"):
+            train(tiny_run.config(), dry_run=dry_run)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,20 @@ def test_a_longer_run_goes_on_as_if_the_shorter_had_never_ended(tiny_run, lastin
     assert found == right
 
 
+def test_drift_that_is_found_once_weights_have_changed_saves_none_of_them(tiny_run, monkeypatch):
+    real = ConsistencyHook.on_step_end
+
+    def drifts(self):
+        if self._current.step == 3:
+            raise ConsistencyError("a product differed")
+        return real(self)
+
+    monkeypatch.setattr(ConsistencyHook, "on_step_end", drifts)
+    with pytest.raises(ConsistencyError, match="a product differed"):
+        tiny_run()
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+
+
 @pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("full"), SystemExit(1)])
 def test_output_that_nobody_takes_costs_no_step(tiny_run, lasting, monkeypatch, error):
     """The metrics are on disk by then; rich exits where its reader has left."""
