@@ -77,9 +77,11 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
             "mean load-balancing loss of a sequence, 1 where its experts are met equally often; "
             "where `algorithm.balance_coefficient` is set"
         ),
-        "policy/ratio/min": Reference("smallest new / old probability; 1 in a first update"),
+        "policy/ratio/min": Reference(
+            "smallest new / old probability of all updates; 1 in a first one"
+        ),
         "policy/ratio/mean": Reference("mean ratio"),
-        "policy/ratio/max": Reference("largest ratio"),
+        "policy/ratio/max": Reference("largest ratio of all updates"),
         "policy/kl/rollout": Reference(
             "mean of r - 1 - log r with r = new / old probability, nats"
         ),
