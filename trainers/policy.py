@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
     PolicySection,
@@ -131,6 +132,15 @@ def check_balance(model: PreTrainedModel, coefficient: float) -> None:
             f"algorithm.balance_coefficient {coefficient}: this {model.config.model_type} policy "
             "has no sparse layer, so no experts to balance: set it to 0, or take a mixture of "
             "experts"
+        )
+
+
+def check_stop_tokens(sampling: SamplingParams, vocab_size: int) -> None:
+    """PolicyError for a stop token that is none of the model's."""
+    if outside := [token for token in sampling.stop_token_ids if token >= vocab_size]:
+        raise PolicyError(
+            f"rollout.sampling.stop_token_ids: {outside[0]} is outside the policy's vocabulary of "
+            f"{vocab_size}"
         )
 
 

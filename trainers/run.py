@@ -33,7 +33,12 @@ from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import check_balance, context_length, load_policy
+from rl_consistency.trainers.policy import (
+    check_balance,
+    check_stop_tokens,
+    context_length,
+    load_policy,
+)
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
 from rl_consistency.trainers.rewards.no_signal import NoSignal
@@ -176,6 +181,7 @@ class _Run:
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
         vocab_size = self.model.config.vocab_size
+        check_stop_tokens(config.sampling, vocab_size)
         progress.starts("reading the data")
         limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)

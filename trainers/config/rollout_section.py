@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -12,20 +14,34 @@ from rl_consistency.trainers.config.section import Count, Section
 
 SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "stop"))
 """Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings."""
+_KEYS = ", ".join(SAMPLING_KEYS)
 
 
 def _sampling(value: Any) -> Any:
     """The SamplingParams of a mapping; SamplingParams checks the values itself."""
     if not isinstance(value, dict):
         return value
-    if unknown := ", ".join(key for key in value if key not in SAMPLING_KEYS):
-        raise ValueError(f"unknown key {unknown}; the keys here are {', '.join(SAMPLING_KEYS)}")
+    if problems := list(_problems(value)):
+        raise ValueError("; ".join(problems))
+    return SamplingParams(**value)
+
+
+def _problems(value: dict[Any, Any]) -> Iterator[str]:
+    for key in value:
+        if key not in SAMPLING_KEYS:
+            near = get_close_matches(str(key), SAMPLING_KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys here are {_KEYS}"
+            yield f"unknown key {key}; {hint}"
+            continue
+        try:
+            params = SamplingParams(**{key: value[key]})
+        except (TypeError, ValueError) as error:
+            yield str(error)
+        else:
+            if params.temperature == 0:
+                yield "temperature must be above 0: greedy completions of a prompt are equal"
     if missing := [key for key in ("n", "max_tokens") if key not in value]:
-        raise ValueError(f"missing: {', '.join(missing)}")
-    params = SamplingParams(**value)
-    if params.temperature == 0:
-        raise ValueError("temperature must be above 0: greedy completions of a prompt are equal")
-    return params
+        yield f"missing: {', '.join(missing)}"
 
 
 class RolloutSection(Section):

@@ -1,0 +1,152 @@
+"""What ends a run costs no step that was taken before it."""
+
+import pytest
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
+from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.tracking.console import ConsoleTable
+
+DRAWING = """
+import random
+failing = []
+
+def drawing(prompts, completions, answers, **extra):
+    draws = [random.random() for _ in completions]
+    if failing and failing.pop():
+        raise RuntimeError("no judge at home")
+    return draws
+"""
+
+
+@pytest.fixture
+def drawing_rewards(tiny_run):
+    """A reward function that draws from Python's generator, before it fails where `failing` says
+    so of its next call."""
+    file = tiny_run.directory / "toy_rewards.py"
+    file.write_text(DRAWING)
+    import toy_rewards
+
+    return toy_rewards
+
+
+def test_a_reward_function_that_fails_costs_no_step_before(tiny_run, lasting, drawing_rewards):
+    changes = {"training.steps": 5, "reward.functions": [{"name": "toy_rewards:drawing"}]}
+    changes |= {"training.save_every": 0, "algorithm.kl_coefficient": 0.1}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    drawing_rewards.failing[:] = [True, False, False, False]
+    told = []
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**changes, announce=told.append)
+    assert told[-1] == "step 4 ended before anything was learned; step_000003 is saved"
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
+def test_a_mended_reward_function_goes_on_where_the_recipe_accepts_it(tiny_run, drawing_rewards):
+    changes = {"training.steps": 3, "reward.functions": [{"name": "toy_rewards:drawing"}]}
+    drawing_rewards.failing[:] = [True, False]
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**changes)
+    with (tiny_run.directory / "toy_rewards.py").open("a") as file:
+        file.write("# mended\n")
+    with pytest.raises(CheckpointError, match="set reward.accept_changed=true to go on"):
+        tiny_run(**changes, resume=True)
+    accepting = changes | {"reward.accept_changed": True}
+    with pytest.raises(CheckpointError, match="algorithm.loss") as refused:
+        tiny_run(**accepting | {"algorithm.loss": "dr_grpo"}, resume=True)
+    assert "accept_changed" not in str(refused.value)
+    _, rows = tiny_run(**accepting, resume=True)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_a_longer_run_goes_on_as_if_the_shorter_had_never_ended(tiny_run, lasting, drawing_rewards):
+    """The shorter one evaluates at its end, where the longer one does not."""
+    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
+    _, rows = tiny_run.of_its_own("whole", **changes, **{"training.steps": 5})
+    tiny_run(**changes, **{"training.steps": 3})
+    _, resumed = tiny_run(**changes, **{"training.steps": 5}, resume=True)
+    found, right = ([dict(row) for row in lasting(each)] for each in (resumed, rows))
+    assert found[3].pop("eval/reward") and "eval/reward" not in right[3]
+    assert found == right
+
+
+def test_drift_that_is_found_once_weights_have_changed_saves_none_of_them(tiny_run, monkeypatch):
+    real = ConsistencyHook.on_step_end
+
+    def drifts(self):
+        if self._current.step == 3:
+            raise ConsistencyError("a product differed")
+        return real(self)
+
+    monkeypatch.setattr(ConsistencyHook, "on_step_end", drifts)
+    with pytest.raises(ConsistencyError, match="a product differed"):
+        tiny_run()
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("full"), SystemExit(1)])
+def test_output_that_nobody_takes_costs_no_step(tiny_run, lasting, monkeypatch, error):
+    """The metrics are on disk by then; rich exits where its reader has left."""
+    changes = {"training.steps": 5, "tracking.console": True}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    real = ConsoleTable.log
+
+    def failing(self, step, metrics):
+        if step == 3:
+            raise error
+        real(self, step, metrics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConsoleTable, "log", failing)
+        with pytest.raises(type(error)):
+            tiny_run(**changes)
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
+def test_metrics_that_the_disk_does_not_take_leave_no_checkpoint(tiny_run, monkeypatch):
+    """Negative control: a checkpoint without its step's metrics could not be continued."""
+
+    def failing(self, step, metrics):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(MetricsFile, "log", failing)
+    with pytest.raises(OSError, match="disk full"):
+        tiny_run()
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+
+
+def test_drift_costs_no_step_before_and_the_run_goes_on_where_it_only_warns(tiny_run, monkeypatch):
+    real, armed = ConsistencyHook.on_training_logprobs, [True]
+
+    def drifts(self, logprobs, routing=None):
+        if self._current.step == 3 and armed.pop():
+            logprobs = [part + 1.0 for part in logprobs]
+        return real(self, logprobs, *([] if routing is None else [routing]))
+
+    monkeypatch.setattr(ConsistencyHook, "on_training_logprobs", drifts)
+    told = []
+    with pytest.raises(ConsistencyError, match="or set consistency.on_drift to warn"):
+        tiny_run(announce=told.append)
+    assert told[-1] == "step 3 ended before anything was learned; step_000002 is saved"
+    armed[:] = [True]
+    _, rows = tiny_run(**{"consistency.on_drift": "warn"}, resume=True)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_a_failure_in_the_first_step_saves_nothing(tiny_run, drawing_rewards):
+    drawing_rewards.failing[:] = [True]
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**{"reward.functions": [{"name": "toy_rewards:drawing"}]})
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+
+
+def test_a_failure_in_an_evaluation_saves_no_step_that_has_learned(tiny_run, drawing_rewards):
+    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
+    drawing_rewards.failing[:] = [True, False, False, False]
+    with pytest.raises(RewardError, match="no judge at home"):
+        tiny_run(**changes)
+    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
