@@ -115,6 +115,7 @@ def measure(
                 "clocks": [clocks, _clocks() if len(rows) == len(suite_cases) else None],
                 "seconds": time.perf_counter() - started,
                 "cases": len(all_rows),
+                "older": len(all_rows) - len(rows),
                 "errors": errors,
                 "complete": done and not errors,
             }

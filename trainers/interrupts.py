@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
@@ -15,6 +15,7 @@ from rl_consistency.trainers.progress import Progress
 
 _FAILED = 1 << 16
 """Stands for a failure among the numbers of signals."""
+_ELSEWHERE = "another process ends the run; it says why"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,7 +78,8 @@ class Ending:
                 name = signal.Signals(number).name
                 self._progress.notice = f"{name}: finishing and saving this step; again: end now"
                 # Not print: the signal may have come in the middle of one.
-                os.write(2, f"{self._progress.notice}\n".encode())
+                with suppress(OSError):  # a terminal that has closed
+                    os.write(2, f"{self._progress.notice}\n".encode())
 
     def asked(self, world: World, failure: BaseException | None = None) -> int:
         """The signal that one of the processes got, the same on all; 0 for none. A failure of this
@@ -88,11 +90,15 @@ class Ending:
     def end(self, number: int) -> None:
         """Do what the signal does to a process, or raise the failure."""
         self._restore()
-        if self._failure is not None:
-            raise self._failure
-        if number == _FAILED:
-            raise ValueError("another process could not tell of its step; it says why")
+        if self._failure is not None or number == _FAILED:
+            raise self._failure or ValueError(_ELSEWHERE)
         signal.raise_signal(number)
+
+    @staticmethod
+    def raise_common(world: World, failure: BaseException | None) -> None:
+        """Raise the failure of this process, or a ValueError where another one has failed."""
+        if any(world.gather("what failed", failure is not None)):
+            raise failure or ValueError(_ELSEWHERE)
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():

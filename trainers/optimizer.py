@@ -13,6 +13,10 @@ from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.strategies.strategy import Strategy
 
 
+class GradientNormError(ValueError):
+    """Gradients that are not finite; no weight was changed."""
+
+
 class PolicyOptimizer:
     """torch's AdamW and a transformers schedule, prepared by accelerate.
 
@@ -50,6 +54,8 @@ class PolicyOptimizer:
             num_warmup_steps=section.warmup_steps,
             num_training_steps=total_steps,
         )
+        self.begun = 0
+        """Updates that were begun by this process."""
         self._optimizer: Any
         self._schedule: Any
         self._optimizer, self._schedule = accelerator.prepare(self._adamw, schedule)
@@ -63,17 +69,18 @@ class PolicyOptimizer:
         """Clip and drop the gradients, update the weights; returns the norm before clipping.
 
         `norm` is that of the gradients; None computes it. ValueError, and nothing updated, when a
-        gradient is missing or not finite.
+        gradient is missing or not finite; of the latter a GradientNormError.
         """
         gradients = self._ranks.gradients()
         if norm is None:
             norm = self._ranks.norm(gradients)
         if not norm < float("inf"):
-            raise ValueError(
+            raise GradientNormError(
                 f"the gradient norm is {norm}; no weight was changed. Look for extreme rewards, or "
                 "begin a run with a lower learning rate at an earlier checkpoint (policy.path); "
                 "--resume would end here again."
             )
+        self.begun += 1
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients.values():
                 gradient.mul_(self._max_norm / norm)

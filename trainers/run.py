@@ -17,7 +17,6 @@ from rl_consistency.distributed.world import World
 from rl_consistency.files.unfinished import remove_leftovers
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import whole_weights
-from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
@@ -44,7 +43,6 @@ from rl_consistency.trainers.rewards.function import RewardError, fitting_reward
 from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import (
     StepEnd,
-    checkpoint_name,
     load_weights,
     save_checkpoint,
 )
@@ -77,6 +75,7 @@ from rl_consistency.trainers.run_directory.summary import (
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
 from rl_consistency.trainers.strategies.launcher_settings import engines_off
+from rl_consistency.trainers.tracking.run_output import RunOutput
 from rl_consistency.trainers.tracking.tracked_steps import take_steps
 from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
 from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
@@ -115,10 +114,12 @@ def train(
     check_strategy(config)
     given = {"--resume": str(resume), "--overwrite": str(overwrite)}
     with ExitStack() as stack:
+        announce = RunOutput(announce)
         stack.enter_context(engines_off())
         accelerator, world = join(config)
         stack.enter_context(world.naming_others(f"a gather or a sum of {config.training.strategy}"))
-        first, announce = world.rank == 0, announce if world.rank == 0 else lambda line: None
+        first = world.rank == 0
+        announce = announce if first else RunOutput(lambda line: None)
         require_same_facts(world, common_settings(config) | given, when="before anything is read")
         if world.size > 1 and not config.consistency.ordered:
             announce(f"not ordered: the weights depend on the number of processes, {world.size}")
@@ -159,7 +160,7 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        announce: Announce,
+        announce: RunOutput,
         stack: ExitStack,
         world: World,
         accelerator: Accelerator,
@@ -206,6 +207,7 @@ class _Run:
         self.warm_start_loss, self.resumed = float("nan"), False
         self.wandb_run_id = uuid4().hex[:8]
         self.no_signal = NoSignal(announce)
+        self.failure: Exception | None = None
 
     def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
@@ -260,19 +262,10 @@ class _Run:
 
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
-        """One training step, with evaluation where it is due. Where it ends before anything was
-        learned, as rewards fail or logprobs drift, the step before is saved."""
+        """One training step, with evaluation where it is due."""
         every, last = self.config.training.eval_every, step == self.config.training.steps
-        before = StepEnd(capture(), self.hook.state_dict())
         with self.progress.step(step):
-            try:
-                metrics = self.trainer.step(step)
-            except (RewardError, ConsistencyError) as error:
-                # All ranks know of a reward's failure at the same time; of drift they may not.
-                common = isinstance(error, RewardError) or self.world.size == 1
-                if common and not self.trainer.has_learned:
-                    self._save_unlearned(step, before)
-                raise
+            metrics = self.trainer.step(step)
             if every and (step % every == 0 or last):
                 metrics |= self._evaluate()
         self.no_signal.look(step, metrics)
@@ -280,9 +273,12 @@ class _Run:
 
     def _evaluate(self) -> dict[str, Any]:
         """Metrics of an evaluation, after which random states are what they were: a run may have
-        one more, at its end, than a longer one."""
-        state = capture()
-        metrics = self.trainer.evaluate()
+        one more, at its end, than a longer one. Rewards that fail end the run after the step."""
+        state, metrics = capture(), {}
+        try:
+            metrics = self.trainer.evaluate()
+        except RewardError as error:
+            self.failure = error
         restore(state)
         return metrics
 
@@ -301,17 +297,14 @@ class _Run:
         warm = step == 0 and self.config.warm_start.steps > 0
         regular = every is not None and (warm or last or (every > 0 and step % every == 0))
         if regular or ends or (last and self.resumed):
-            self._save(step, StepEnd(capture(), self.hook.state_dict()))
+            self.save(step, self.state())
 
-    def _save_unlearned(self, step: int, before: StepEnd) -> None:
-        """Write the checkpoint of the step before one that ends before anything is learned."""
-        name = checkpoint_name(step - 1)
-        stands = (self.directory / CHECKPOINTS / name).exists
-        if step > 1 and not self.world.from_first("the checkpoints", stands):
-            self._save(step - 1, before)
-            self.announce(f"step {step} ended before anything was learned; {name} is saved")
+    def state(self) -> StepEnd:
+        """What a checkpoint keeps of now, beside weights and optimizers."""
+        return StepEnd(capture(), self.hook.state_dict())
 
-    def _save(self, step: int, end: StepEnd) -> None:
+    def save(self, step: int, end: StepEnd) -> None:
+        """Write the checkpoint of a step. Every rank calls it."""
         tensors = {"optimizer": self.optimizer.tensors()}
         tensors |= self.critic.saved() if self.critic else {}
         with whole_weights(self.model):

@@ -91,7 +91,8 @@ def test_a_killed_run_keeps_what_was_done_and_the_rows_of_what_was_not_reached(t
     found = load(file)
     rows = found.of("attention_forward")
     assert [(row.shape["tokens"], row.commit) for row in rows] == [(1, "new"), (2, "old")]
-    assert found.meta["suites"]["attention_forward"]["complete"] is True
+    record = found.meta["suites"]["attention_forward"]
+    assert record["complete"] is True and (record["cases"], record["older"]) == (2, 1)
 
 
 def test_an_error_makes_a_suite_incomplete_also_where_other_rows_are_older(tmp_path):

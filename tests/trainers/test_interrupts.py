@@ -1,5 +1,6 @@
 """A signal that others' code swallows still ends the run."""
 
+import errno
 import shlex
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import yaml
 
 from rl_consistency.cli.main import main
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers import run
+from rl_consistency.trainers import interrupts, run
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
 from rl_consistency.trainers.progress import Progress
@@ -190,3 +191,15 @@ def test_a_signal_that_a_launcher_repeats_is_one():
         assert told == [f"step 0/1: training, {notice}"]
         assert ending.asked(World(range(1), 0, device=torch.device("cpu"))) == signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_is_heard_where_standard_error_takes_nothing(monkeypatch):
+    """As when a terminal closes, which is why SIGHUP comes."""
+
+    def gone(descriptor, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with endings_deferred(Progress(1), speaks=True) as ending:
+        monkeypatch.setattr(interrupts.os, "write", gone)
+        signal.raise_signal(signal.SIGINT)
+        assert ending.asked(World(range(1), 0, device=torch.device("cpu"))) == signal.SIGINT

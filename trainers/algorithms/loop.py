@@ -77,7 +77,6 @@ class PolicyTrainer(ABC):
     hook: TrainerHook
     reference: Any = None
     """The patched, frozen policy of the KL term; None without that term."""
-    has_learned: bool = False  # whether the step changed a weight
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of the last step that people are shown, each with its reward."""
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
@@ -104,7 +103,7 @@ class PolicyTrainer(ABC):
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
-        self._weights_digest = self._common_digest("before the first step")
+        self.weights_digest = self._common_digest("before the first step")
 
     def step(self, step: int) -> Metrics:
         """Roll out, score, learn; `step` counts from 1. Returns the metrics of the step.
@@ -116,7 +115,7 @@ class PolicyTrainer(ABC):
         """
         started = perf_counter()
         self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
-        self._trained, self.has_learned = 0, False
+        self._trained = 0
         with self._timed("rollout"):
             index, completions = self._roll_out(step)
         statistics = self.engine.stats
@@ -125,8 +124,8 @@ class PolicyTrainer(ABC):
         metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
         metrics |= self._learn(experience)
         with whole_weights(self.model):
-            self._weights_digest = self._common_digest(f"after step {step}")
-            metrics["rollout/weights_digest"] = self._weights_digest
+            self.weights_digest = self._common_digest(f"after step {step}")
+            metrics["rollout/weights_digest"] = self.weights_digest
             metrics |= self._told("the end of the step", self.hook.on_step_end)
         tokens = sum(experience.lengths)
         trained = self.config.algorithm.epochs_per_rollout * sum(map(len, experience.sequences))
@@ -172,7 +171,7 @@ class PolicyTrainer(ABC):
                 [source.prompts[i] for i in chosen],
                 sampling,
                 prompt_ids=ids,
-                weights_digest=self._weights_digest,
+                weights_digest=self.weights_digest,
                 progress=lambda _, done, total: self.progress(phase, done, total),
             )
 
@@ -244,7 +243,6 @@ class PolicyTrainer(ABC):
             metrics |= self._told("gradients", self.hook.on_gradients, taken)
             metrics["learning_rate"] = self.optimizer.learning_rate
             with self._timed("optimizer"):
-                self.has_learned = True
                 norms.append(self.optimizer.step(norm))
             updates.append(output)
         return metrics | mean_metrics(updates) | {"gradient_norm": fmean(norms)}

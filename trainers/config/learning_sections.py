@@ -142,8 +142,8 @@ class TrainingSection(Section):
     """Evaluation examples used, one greedy completion each; null = all."""
     save_every: CountOrZero | None = 0
     """Write a checkpoint every this many steps; 0 = only at the end, null = none. Both write one
-    where a signal, failing rewards or drift end the run, and 0 after a warm start; a run that is
-    resumed writes one at its end."""
+    where a signal, failing rewards or, in one process, drift end the run, and 0 after a warm start;
+    a run that is resumed writes one at its end."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints stay."""
 

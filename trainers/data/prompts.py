@@ -39,7 +39,7 @@ def load_prompts(
         max_tokens=config.rollout.sampling.max_tokens,
         context_length=context_length,
         overlong=config.data.overlong_prompts,
-        leading=leading_tokens(tokenizer) if _adds_special_tokens(config) else (),
+        leading=leading_tokens(tokenizer, train) if _adds_special_tokens(config) else (),
     )
 
     def encoded(examples: list[Example]) -> PromptSet:
@@ -73,12 +73,21 @@ def overlong_told(config: RunConfig, train: PromptSet, evaluation: PromptSet | N
     return f"{' and '.join(found)} are too long: {done[config.data.overlong_prompts]}"
 
 
-def leading_tokens(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts before a text, such as BOS; [] if none."""
-    plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
-    starts = range(len(whole) - len(plain) + 1)
-    first = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
-    return list(whole[:first])
+def leading_tokens(tokenizer: Any, examples: Sequence[Example]) -> list[int]:
+    """The special tokens that a tokenizer puts before a text, such as BOS; [] if none.
+
+    They are read off the first prompt that has tokens of its own.
+    """
+    for example in examples:
+        plain, whole = (
+            tokenizer.encode(example.prompt, add_special_tokens=added) for added in (False, True)
+        )
+        # Where a text's own first token is special too, the longest lead is the tokenizer's.
+        starts = range(len(whole) - len(plain), -1, -1)
+        found = (list(whole[:i]) for i in starts if whole[i : i + len(plain)] == plain)
+        if plain:
+            return next(found, [])
+    return []
 
 
 def _adds_special_tokens(config: RunConfig) -> bool:

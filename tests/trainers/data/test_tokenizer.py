@@ -5,6 +5,7 @@ import pytest
 from tokenizers import processors
 
 from rl_consistency.trainers.config.data_sections import DataSection
+from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.prompts import leading_tokens, load_prompts
 from rl_consistency.trainers.data.tokenizer import (
     BOS_TOKEN,
@@ -97,8 +98,26 @@ def with_special_tokens(template):
 def test_tokens_before_a_text_lead_it_and_those_behind_do_not(template, leads):
     tokenizer = with_special_tokens(template)
     assert len(tokenizer.encode("a")) > 1
-    assert leading_tokens(tokenizer) == ([tokenizer.bos_token_id] if leads else [])
-    assert leading_tokens(byte_tokenizer()) == []
+    examples = [Example(id=0, prompt="1+1=", answer="2", target="2")]
+    assert leading_tokens(tokenizer, examples) == ([tokenizer.bos_token_id] if leads else [])
+    assert leading_tokens(byte_tokenizer(), examples) == []
+
+
+class Numbers:
+    """Knows digits alone; every other text is empty, or all unknown tokens, which are BOS too."""
+
+    def __init__(self, unknown):
+        self.unknown = unknown
+
+    def encode(self, text, add_special_tokens):
+        known = [int(c) + 1 if c.isdecimal() else 0 for c in text]
+        return [0] * add_special_tokens + [i for i in known if i or self.unknown]
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_what_leads_a_text_is_read_off_the_prompts(unknown):
+    examples = [Example(id=i, prompt=p, answer="", target="") for i, p in enumerate(["ab", "12"])]
+    assert leading_tokens(Numbers(unknown), examples) == [0]
 
 
 def test_prompts_begin_as_the_tokenizer_s_texts_do_unless_the_recipe_says_otherwise(tmp_path):

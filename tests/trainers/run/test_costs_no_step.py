@@ -1,10 +1,15 @@
 """What ends a run costs no step that was taken before it."""
 
 import pytest
+import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 from rl_consistency.trainers.tracking.console import ConsoleTable
@@ -144,9 +149,106 @@ def test_a_failure_in_the_first_step_saves_nothing(tiny_run, drawing_rewards):
     assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
 
 
-def test_a_failure_in_an_evaluation_saves_no_step_that_has_learned(tiny_run, drawing_rewards):
+def test_rewards_that_fail_in_an_evaluation_cost_no_step(tiny_run, lasting, drawing_rewards):
     changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
-    drawing_rewards.failing[:] = [True, False, False, False]
+    changes |= {"training.save_every": 0, "training.steps": 4}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    drawing_rewards.failing[:] = [True, False, False, False]  # at step 0, 1, 2, and after step 2
     with pytest.raises(RewardError, match="no judge at home"):
         tiny_run(**changes)
-    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+    _, resumed = tiny_run(**changes, resume=True)
+    found, right = ([dict(row) for row in lasting(each)] for each in (resumed, rows))
+    assert right[2].pop("eval/reward") and found == right
+
+
+def test_rewards_that_fail_before_the_first_step_cost_no_warm_start(tiny_run, drawing_rewards):
+    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "warm_start.steps": 2}
+    changes |= {"warm_start.batch_size": 4}
+    for more in ({"training.eval_every": 2}, {"training.save_every": None}):
+        drawing_rewards.failing[:] = [True]
+        with pytest.raises(RewardError, match="no judge at home"):
+            tiny_run.of_its_own(next(iter(more)), **changes, **more)
+        folder = tiny_run.directory / next(iter(more)) / "checkpoints"
+        assert [path.name for path in folder.iterdir()] == ["step_000000"]
+
+
+@pytest.mark.parametrize("where", ["before the rollout", "before training"])
+def test_weights_that_somebody_has_written_are_not_saved_as_the_step_before(
+    tiny_run, monkeypatch, where
+):
+    """The run ends with drift or another digest; an older checkpoint stays."""
+    changes = {"training.steps": 6, "training.save_every": 2, "training.keep_checkpoints": 1}
+    roll_out, learn, count = GRPOTrainer._roll_out, GRPOTrainer._learn, []
+
+    def write(self):
+        with torch.no_grad():
+            next(self.model.parameters()).view(-1)[:50] += 0.25
+
+    def rolling(self, step):
+        if where == "before the rollout" and step == 4:
+            write(self)
+        return roll_out(self, step)
+
+    def learning(self, experience):
+        count.append(1)
+        if where == "before training" and len(count) == 4:
+            write(self)
+        return learn(self, experience)
+
+    monkeypatch.setattr(GRPOTrainer, "_roll_out", rolling)
+    monkeypatch.setattr(GRPOTrainer, "_learn", learning)
+    told = []
+    with pytest.raises(ConsistencyError):
+        tiny_run(**changes, announce=told.append)
+    assert told[-1] == "step 4 ended before anything was learned; step_000003 is not saved"
+    folder = tiny_run.directory / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+
+
+def test_gradients_that_are_not_finite_cost_no_step_before(tiny_run, monkeypatch):
+    real, count = PolicyOptimizer.step, []
+
+    def step(self, norm=None):
+        count.append(1)
+        return real(self, float("inf") if len(count) == 3 else norm)
+
+    monkeypatch.setattr(PolicyOptimizer, "step", step)
+    with pytest.raises(ValueError, match="the gradient norm is inf; no weight was changed"):
+        tiny_run()
+    folder = tiny_run.directory / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+
+
+@pytest.mark.parametrize("where", ["progress", "a warning"])
+def test_a_line_that_nobody_takes_in_the_middle_of_a_step_costs_none(
+    tiny_run, lasting, monkeypatch, where
+):
+    changes = {"training.steps": 5, "tracking.console": True}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    look, tell = NoSignal.look, Progress.tell
+
+    def warning(self, step, metrics):
+        if step == 3:
+            self.warn("nothing is learned")
+        look(self, step, metrics)
+
+    def telling(self, phase, done=0, total=0):
+        if self._step == 3 and where == "progress":
+            self.listener("half of step 3")
+        tell(self, phase, done, total)
+
+    def gone(line):
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "tell", telling)
+        if where == "progress":
+            patched.setattr(ConsoleTable, "tell", lambda self, line: gone(line))
+            announce = {}
+        else:
+            patched.setattr(NoSignal, "look", warning)
+            announce = {"announce": gone}
+        with pytest.raises(BrokenPipeError):
+            tiny_run(**changes, **announce)
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
