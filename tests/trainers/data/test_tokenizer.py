@@ -111,7 +111,8 @@ class Numbers:
 
     def encode(self, text, add_special_tokens):
         known = [int(c) + 1 if c.isdecimal() else 0 for c in text]
-        return [0] * add_special_tokens + [i for i in known if i or self.unknown]
+        tokens = [i for i in known if i or self.unknown]
+        return [0, *tokens, 99] if add_special_tokens else tokens
 
 
 @pytest.mark.parametrize("unknown", [False, True])

@@ -164,11 +164,11 @@ def test_rewards_that_fail_in_an_evaluation_cost_no_step(tiny_run, lasting, draw
 def test_rewards_that_fail_before_the_first_step_cost_no_warm_start(tiny_run, drawing_rewards):
     changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "warm_start.steps": 2}
     changes |= {"warm_start.batch_size": 4}
-    for more in ({"training.eval_every": 2}, {"training.save_every": None}):
+    for key, value in {"eval_every": 2, "save_every": None}.items():
         drawing_rewards.failing[:] = [True]
         with pytest.raises(RewardError, match="no judge at home"):
-            tiny_run.of_its_own(next(iter(more)), **changes, **more)
-        folder = tiny_run.directory / next(iter(more)) / "checkpoints"
+            tiny_run.of_its_own(key, **changes, training={"steps": 3, key: value})
+        folder = tiny_run.directory / key / "checkpoints"
         assert [path.name for path in folder.iterdir()] == ["step_000000"]
 
 
