@@ -35,8 +35,8 @@ class TrackerSet:
         self.failed = False
 
     def log(self, step: int, metrics: Metrics) -> BaseException | None:
-        """Tell all trackers. The first one, of the run's files, may raise; what another raises, as
-        the console does whose output nobody takes, is returned."""
+        """Tell all trackers. The first one, of the run's files, may raise. The error of another is
+        returned, such as that of a console whose reader has left."""
         failure: BaseException | None = None
         for index, tracker in enumerate(self._trackers):
             try:
