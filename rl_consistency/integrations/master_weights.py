@@ -58,7 +58,9 @@ class MasterAdamW(torch.optim.AdamW):
     def _follow_writes(self) -> None:
         # Versions of tensors do not tell: what writes through `.data` leaves them as they are.
         for weight, master in zip(self._weights, self._masters, strict=True):
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+            kept = master.to(weight.dtype) == weight
+            if not kept.all():  # copies in fp32 are large
+                master.copy_(torch.where(kept, master, weight.float()))
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state, and the masters."""
