@@ -215,6 +215,12 @@ def test_a_call_of_another_form_is_refused(model: Any, call: Any, message: str) 
     assert is_idle(engine)
 
 
+def test_prompt_ids_that_are_no_list_are_refused(model: Any) -> None:
+    ids: Any = 3
+    with pytest.raises(ValueError, match="prompt_ids must be a list of integers, got 3"):
+        engine_of(model).generate([[1]], SamplingParams(), prompt_ids=ids)
+
+
 @pytest.mark.parametrize("options", [{"tokenizer": "gpt2"}, {"drafter": 3}])
 def test_parts_of_another_kind_are_refused(model: Any, options: Any) -> None:
     with pytest.raises(TypeError, match=rf"{next(iter(options))} is .*, which has no \w+\(\)"):

@@ -163,6 +163,7 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         ("rollout.sampling.top_p=0", "rollout.sampling: top_p must lie in (0, 1]"),
         ("rollout.sampling.speculation=8", "rollout.sampling: speculation must be an integer"),
         ("rollout.sampling.n=1", "rollout.sampling: n must be at least 2"),
+        ("rollout.sampling={n: 2, top_q: 1}", "did you mean top_p?; missing: max_tokens"),
         ("rollout.sampling=3", "rollout.sampling: "),
         ("rollout.sampling.seed=3", "rollout.sampling: unknown key seed; the keys here are n, "),
         ("rollout.temperature=0.5", "rollout.temperature: unknown key; give rollout.sampling.temp"),

@@ -252,3 +252,16 @@ def test_the_models_of_a_run_are_given_back_unpatched(tiny_run, monkeypatch):
     for model in models:
         with patch(model) as session:
             session.verify()
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_processes(tiny_run):
+    first, _ = tiny_run()
+    again, _ = tiny_run(resume=True)  # takes no step
+    assert again["seconds"] >= first["seconds"] > 0.0
+
+
+def test_the_learning_rate_of_a_step_is_that_of_its_last_update(tiny_run):
+    changes = {"algorithm.updates_per_rollout": 2, "optimizer.schedule": "linear"}
+    _, rows = tiny_run(**changes)
+    rates = [row["learning_rate"] for row in rows]
+    assert rates == pytest.approx([1e-2 * (1 - update / 6) for update in (1, 3, 5)])
