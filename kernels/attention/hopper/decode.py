@@ -70,7 +70,7 @@ def _copy_part(
     buffer, base, entries, start, limit, stride_row, column, BLOCK: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the columns of keys or values from `column` on into a buffer [KEYS, columns]."""
+    """Start copying keys or values, from `column` on, into a buffer [KEYS, columns]."""
     KEYS: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = keys_layout(KEYS, COLUMNS)
