@@ -39,6 +39,8 @@ SPREAD_ROWS = 256
 """Written rows of a tile from which on several programs fold faster than one."""
 NARROWEST = 8
 """Columns of the narrowest slice that a program folds: 32 bytes, as many as lanes."""
+CROWDED_COLUMNS = 80
+"""Columns of a head up to which a multiprocessor holds three programs of decode."""
 CHAIN_BYTES = 2 << 30
 """The most memory for the sums of dq; where they need more, two kernels do the backward pass."""
 WIDE_BYTES = 225 << 10
@@ -130,7 +132,7 @@ DECODE = (
     *(DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD),
 )
 """Rings for long tiles that programs share, for other tiles, for narrow heads with at most one tile
-per multiprocessor, and for heads of 64 of which programs share some and fill the device more than
+per multiprocessor, and for heads up to 80 of which programs share some and fill it more than
 twice; then the schedules of calls that no ring admits."""
 
 SHARED_LOW = Schedule(rows=16, warps=4, stages=1, ring=3)
@@ -200,7 +202,7 @@ def _pick_ring(
     cut = decode_cut(layout, tiles, most_rows, dim, multiprocessors, window, read_once=once)
     if cut.whole < tiles:
         places = DECODE_SPREAD.resident * multiprocessors
-        if cut.programs > places and padded(dim) == 64:
+        if cut.programs > places and hopper_columns(dim) <= CROWDED_COLUMNS:
             return DECODE_CROWDED
         sliced = slices_for(cut, tiles, dim, places) > 1
         return DECODE_SPREAD if sliced and blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
@@ -293,7 +295,9 @@ def decode_cut(
         seen_blocks(layout.mean_context, layout, head_dim, window),
         written,
         multiprocessors=multiprocessors,
-        resident=DECODE_CROWDED.resident if dim == 64 else DECODE_SPREAD.resident,
+        resident=(
+            DECODE_CROWDED if hopper_columns(head_dim) <= CROWDED_COLUMNS else DECODE_SPREAD
+        ).resident,
         plain=plain,
         exact=layout.exact,
     )

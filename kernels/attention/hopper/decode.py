@@ -28,17 +28,22 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     folded_layout,
     write_block,
 )
+from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, parts_of, row_buffers
 from rl_consistency.kernels.attention.hopper.tiles import (
     LANES,
     NEG_INF,
     OPTIONS,
     WARPS,
+    finish_rows,
     halve,
+    places_of,
     stored_layout,
     thread_barrier,
+    write_columns,
+    write_lse,
     write_rows,
 )
-from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
+from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, hopper_columns
 
 ROWS = gl.constexpr(16)
 REGISTERS = 504
@@ -52,25 +57,94 @@ def entries_of(table, start, limit, BLOCK: gl.constexpr, KEYS: gl.constexpr):
     return gl.load(table + key // BLOCK, mask=key < limit, other=0)
 
 
+@gluon.constexpr_function
+def keys_layout(keys, columns):
+    """Copies of 16 bytes: a thread's rows mostly lie in one cache block, their copies in distinct
+    banks."""
+    each = min(8, keys * columns // 1024)
+    return gl.BlockedLayout([each, 8], [256 // columns, columns // 8], [WARPS.value, 1], [1, 0])
+
+
 @gluon.jit
-def copy_keys(
-    buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr,
+def _copy_part(
+    buffer, base, entries, start, limit, stride_row, column, BLOCK: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Start copying keys or values from `start`, zeros past `limit` and HEAD_DIM, as one group."""
+    """Start copying keys or values, from `column` on, into a buffer [KEYS, columns]."""
     KEYS: gl.constexpr = buffer.shape[0]
-    DIM: gl.constexpr = buffer.shape[1]
-    # A thread's eight rows mostly lie in one cache block, their copies in distinct banks.
-    layout: gl.constexpr = gl.BlockedLayout([8, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = keys_layout(KEYS, COLUMNS)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
+    key = start + gl.arange(0, KEYS, layout=rows)
+    dim = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    row = gl.convert_layout(entries, rows).to(gl.int64) * BLOCK + key % BLOCK
+    pointer = base + gl.expand_dims(row * stride_row, 1) + gl.expand_dims(dim, 0)
+    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
+    async_copy.async_copy_global_to_shared(buffer, pointer, mask=inside)
+
+
+@gluon.jit
+def copy_keys(
+    bufs, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Start copying keys or values from `start`, zeros past `limit` and HEAD_DIM, as one group."""
+    PARTS: gl.constexpr = parts_of(DIM)
     if start < end:
-        key = start + gl.arange(0, KEYS, layout=rows)
-        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-        row = gl.convert_layout(entries, rows).to(gl.int64) * BLOCK + key % BLOCK
-        pointer = base + gl.expand_dims(row * stride_row, 1) + gl.expand_dims(dim, 0)
-        inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-        async_copy.async_copy_global_to_shared(buffer, pointer, mask=inside)
+        for i in gl.static_range(len(PARTS)):
+            _copy_part(
+                bufs[i], base, entries, start, limit, stride_row, PARTS[i][0], BLOCK, HEAD_DIM
+            )
     async_copy.commit_group()
+
+
+@gluon.jit
+def _load_part(
+    Q, at, inside, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
+    wide: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // COLUMNS, COLUMNS // 8], [WARPS, 1], [1, 0]
+    )
+    rows: gl.constexpr = gl.SliceLayout(1, wide)
+    dim = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, wide))
+    pointer = Q + gl.expand_dims(gl.convert_layout(at, rows), 1) + gl.expand_dims(dim, 0)
+    mask = gl.expand_dims(gl.convert_layout(inside, rows), 1) & gl.expand_dims(dim < HEAD_DIM, 0)
+    q = gl.load(pointer, mask=mask, other=0.0)
+    return gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
+
+
+@gluon.jit
+def load_queries(
+    Q, at, inside, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """Queries [R, DIM] of rows at offsets `at` [R], zeros where not `inside` [R], as operands."""
+    PARTS: gl.constexpr = parts_of(DIM)
+    found = ()
+    for i in gl.static_range(len(PARTS)):
+        found = found + (_load_part(Q, at, inside, PARTS[i][0], PARTS[i][1], HEAD_DIM, S),)
+    return found
+
+
+@gluon.jit
+def block_scores(q, key_bufs, S: gl.constexpr):
+    """Scores [R, KEYS] of a block, one chain over all columns."""
+    scores = gl.full([q[0].shape[0], key_bufs[0].shape[0]], 0.0, gl.float32, S)
+    for i in gl.static_range(len(q)):
+        keys = key_bufs[i].permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
+        scores = mma_v2(q[i], keys, scores)
+    return scores
+
+
+@gluon.jit
+def block_product(p, value_bufs, S: gl.constexpr):
+    """p [R, KEYS] by the values of a block."""
+    found = ()
+    for i in gl.static_range(len(value_bufs)):
+        values = value_bufs[i].load(gl.DotOperandLayout(1, S, 2))
+        zeros = gl.full([p.shape[0], value_bufs[i].shape[1]], 0.0, gl.float32, S)
+        found = found + (mma_v2(p, values, zeros),)
+    return found
 
 
 @gluon.jit
@@ -98,16 +172,35 @@ def exponentials(scores, factor, R: gl.constexpr, ACROSS: gl.constexpr, LANES: g
 
 @gluon.jit
 def _probabilities(
-    q, k_buffer, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
+    q, key_bufs, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
 ):
     """(m in log2 units [ROWS], p [ROWS, KEYS], its eight lanes) of one block."""
-    KEYS: gl.constexpr = k_buffer.shape[0]
-    keys = k_buffer.permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
-    scores = mma_v2(q, keys, gl.zeros([ROWS, KEYS], gl.float32, S))
+    KEYS: gl.constexpr = key_bufs[0].shape[0]
+    scores = block_scores(q, key_bufs, S)
     key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
     distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
     scores = gl.where((distance >= 0) & (distance < window), scores, NEG_INF)
     return exponentials(scores, factor, ROWS, WARPS, LANES)
+
+
+@gluon.jit
+def _write_results(
+    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """o and lse of a tile's rows, first .. of a sequence; see `write_rows`."""
+    PARTS: gl.constexpr = parts_of(DIM)
+    out, lse = finish_rows(m, lanes, acc, LANES)
+    for i in gl.static_range(len(out)):
+        places = places_of(
+            out[i], first, kv_head, start_row, q_len, GROUP, stored_layout(PARTS[i][1])
+        )
+        write_columns(
+            OUT + PARTS[i][0], out[i], places, stride_ot, stride_oh, HEAD_DIM - PARTS[i][0],
+            stored_layout(PARTS[i][1]),
+        )  # fmt: skip
+        if i == 0:
+            write_lse(LSE, lse, places, stride_lse, stored_layout(PARTS[i][1]))
 
 
 @gluon.jit
@@ -136,9 +229,9 @@ def attention_decode_kernel(
     context_len, tables, shared_keys, sum_m, sum_lanes, sum_acc, window, factor, num_blocks, slots,
     whole, divided, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot,
     stride_oh, stride_lse, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr,
-    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
-    WINDOWED: gl.constexpr, SHARED: gl.constexpr, WHOLE: gl.constexpr, SPLIT: gl.constexpr,
-    RING: gl.constexpr, SLICES: gl.constexpr, FLOATS: gl.constexpr,
+    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, FOLDED: gl.constexpr,
+    BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SHARED: gl.constexpr, WHOLE: gl.constexpr,
+    SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr, FLOATS: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head, over blocks of
     KEYS keys. Columns from HEAD_DIM to DIM are zeros, which change no sum.
@@ -157,10 +250,8 @@ def attention_decode_kernel(
     rows: gl.constexpr = gl.SliceLayout(1, S)
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
     lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    ring = gl.allocate_shared_memory(
-        K.dtype.element_ty, [RING, KEYS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
+    PARTS: gl.constexpr = parts_of(DIM)
+    ring = row_buffers(K.dtype.element_ty, RING, KEYS, DIM)
     number, part, parts = place_of(whole, divided, WHOLE, SPLIT)
     alone = gl.program_id(0) < whole
     kv_head = number % KV_HEADS
@@ -196,25 +287,26 @@ def attention_decode_kernel(
     coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM)
+        copy_keys(buffer_at(ring, j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM, DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
             coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
 
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+    row = first_row + gl.arange(0, ROWS, layout=rows)
     at = (start_row + row // GROUP).to(gl.int64) * stride_qt
     at += (kv_head * GROUP + row % GROUP) * stride_qh
-    mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-    q = gl.load(Q + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=mask, other=0.0)
-    q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
-    position = past + (first_row + gl.arange(0, ROWS, layout=rows)) // GROUP
+    q = load_queries(Q, at, row < q_len * GROUP, HEAD_DIM, DIM, S)
+    position = past + row // GROUP
     head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
     m, lanes, acc = first_sums(
-        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, DIM, DIM, KV_HEADS, GROUP,
-        SHARED and WHOLE, lane_layout, S,
+        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, PARTS[0][1], DIM, KV_HEADS,
+        GROUP, SHARED and WHOLE, lane_layout, S,
     )  # fmt: skip
+    # Keys that sequences share are read once for heads of one part alone.
+    acc = (acc,)
+    for j in gl.static_range(1, len(PARTS)):
+        acc = acc + (gl.full([ROWS, PARTS[j][1]], 0.0, gl.float32, S),)
     lane_m = gl.convert_layout(m, lane_rows)
     first_slot = (number - whole).to(gl.int64) * slots
     for i in range(count):
@@ -223,32 +315,30 @@ def attention_decode_kernel(
         async_copy.wait_group(RING - 2)
         thread_barrier()
         if RING % 2 == 1:
-            copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
+            copy_keys(buffer_at(ring, (2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
+                  stride_kt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
         else:
-            copy_keys(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
+            copy_keys(buffer_at(ring, (2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
+                  stride_vt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
             fill += KEYS
             entries = coming
             coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
-        k_buffer = ring.index(2 * i % RING)
         block_max, p, part_lanes = _probabilities(
-            q, k_buffer, position, start, window, factor, S, lane_layout
+            q, buffer_at(ring, 2 * i % RING), position, start, window, factor, S, lane_layout
         )
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
         thread_barrier()
         if RING % 2 == 1:
-            copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
+            copy_keys(buffer_at(ring, (2 * i + RING) % RING), v_base, entries, fill, end, limit,
+                  stride_vt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
             fill += KEYS
             entries = coming
             coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
         else:
-            copy_keys(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
-        values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
-        product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
+            copy_keys(buffer_at(ring, (2 * i + RING) % RING), k_base, entries, fill, end, limit,
+                  stride_kt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
+        product = block_product(rounded, buffer_at(ring, (2 * i + 1) % RING), S)
         if WHOLE and (not SPLIT or alone):
             m, lane_m, lanes, acc = fold_block(
                 m, lane_m, lanes, acc, block_max, part_lanes, product
@@ -256,32 +346,32 @@ def attention_decode_kernel(
         else:
             write_block(
                 block_m, block_lanes, block_acc, first_slot + (start - low) // KEYS, block_max,
-                part_lanes, product, ROWS, STORED, DIM,
+                part_lanes, product, ROWS, STORED, DIM, FOLDED,
             )  # fmt: skip
     async_copy.wait_group(0)
     if WHOLE and (not SPLIT or alone):
-        write_rows(
-            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
-            stride_ot, stride_oh, stride_lse, HEAD_DIM, GROUP, stored_layout(DIM), LANES,
+        _write_results(
+            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len, stride_ot, stride_oh,
+            stride_lse, GROUP, HEAD_DIM, DIM,
         )  # fmt: skip
     else:
         # A program stores its blocks before it counts itself.
         thread_barrier()
         ticket = tickets + number - whole
         if all_written(ticket, part, parts, SLICES):
-            WIDTH: gl.constexpr = DIM // SLICES
+            WIDTH: gl.constexpr = FOLDED // SLICES
             # Every slice folds the lanes too, and writes the same lse.
             column = part * WIDTH if SLICES > 1 else 0
             place = first_slot * STORED
             all_m, all_lanes, all_acc = first_sums(
-                sum_m, sum_lanes, sum_acc, head_row, first_row, column, folded, STORED, WIDTH, DIM,
-                KV_HEADS, GROUP, SHARED, folded_layout(STORED, WIDTH, True),
+                sum_m, sum_lanes, sum_acc, head_row, first_row, column, folded, STORED, WIDTH,
+                FOLDED, KV_HEADS, GROUP, SHARED, folded_layout(STORED, WIDTH, True),
                 folded_layout(STORED, WIDTH, False),
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
                 ticket, parts, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
-                block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
-                FLOATS,
+                block_acc + place * FOLDED + column, tile_count, HEAD_DIM - column, STORED, WIDTH,
+                FOLDED, FLOATS,
             )  # fmt: skip
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
@@ -317,7 +407,8 @@ def attention_decode_fwd(
         tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor,
         call.block_table.shape[1], call.most_blocks, cut.whole, divided, *call.operand_strides,
         *call.result_strides, KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored,
-        KEYS=call.keys, HEAD_DIM=call.head_dim, DIM=call.dim, BLOCK=call.block_size,
+        KEYS=call.keys, HEAD_DIM=call.head_dim, DIM=hopper_columns(call.head_dim), FOLDED=call.dim,
+        BLOCK=call.block_size,
         WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0,
         SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
         FLOATS=floats_for(schedule.resident),

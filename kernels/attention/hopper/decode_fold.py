@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from rl_consistency.kernels.attention.hopper.head_parts import parts_of
 from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, thread_barrier
 
 BUFFERS = gl.constexpr(3)
@@ -87,36 +88,44 @@ def scaled(block, right, running, left):
 
 @gluon.jit
 def fold_block(m, lane_m, lanes, acc, block_max, block_lanes, block_acc):
-    """(m, lane_m, lanes, acc) after one more block; lane_m is m in the layout of the lanes."""
+    """(m, lane_m, lanes, acc) after one more block; lane_m is m in the layout of the lanes, acc has
+    the columns in parts."""
     lane_rows: gl.constexpr = lane_m.type.layout
     new_m = gl.maximum(m, block_max)
     lane_max = gl.convert_layout(block_max, lane_rows)
     new_lane_m = gl.maximum(lane_m, lane_max)
     shift, lane_shift = finite(new_m), finite(new_lane_m)
     lanes = scaled(block_lanes, gl.exp2(lane_max - lane_shift), lanes, gl.exp2(lane_m - lane_shift))
-    acc = scaled(block_acc, gl.exp2(block_max - shift), acc, gl.exp2(m - shift))
-    return new_m, new_lane_m, lanes, acc
+    right, left = gl.exp2(block_max - shift), gl.exp2(m - shift)
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums = sums + (scaled(block_acc[i], right, acc[i], left),)
+    return new_m, new_lane_m, lanes, sums
 
 
 @gluon.jit
 def write_block(
     block_m, block_lanes, block_acc, block, m, lanes, acc,
-    ROWS: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
+    ROWS: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
-    """Write the first STORED rows of one block's m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]."""
-    acc_layout: gl.constexpr = acc.type.layout
+    """Write the first STORED rows of one block's m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM], in
+    parts, to rows of FOLDED columns."""
+    PARTS: gl.constexpr = parts_of(DIM)
     lane_layout: gl.constexpr = lanes.type.layout
     place = block * STORED
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
     lane_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, lane_layout))
     lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
     at = gl.expand_dims((place + lane_row) * 8, 1) + gl.expand_dims(lane, 0)
     kept = gl.expand_dims(lane_row < STORED, 1) & gl.expand_dims(lane < 8, 0)
     gl.store(block_lanes + at, lanes, mask=kept)
-    at = gl.expand_dims((place + row) * DIM, 1) + gl.expand_dims(dim, 0)
-    kept = gl.expand_dims(row < STORED, 1) & gl.expand_dims(dim < DIM, 0)
-    gl.store(block_acc + at, acc, mask=kept)
+    # The parts of acc and m have one layout of rows.
+    layout: gl.constexpr = acc[0].type.layout
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    for i in gl.static_range(len(acc)):
+        dim = PARTS[i][0] + gl.arange(0, PARTS[i][1], layout=gl.SliceLayout(0, layout))
+        at = gl.expand_dims((place + row) * FOLDED, 1) + gl.expand_dims(dim, 0)
+        kept = gl.expand_dims(row < STORED, 1) & gl.expand_dims(dim < DIM, 0)
+        gl.store(block_acc + at, acc[i], mask=kept)
     gl.store(block_m + place + row, m, mask=row < STORED)
 
 
@@ -230,15 +239,16 @@ def _larger(a, b):
 
 @gluon.jit
 def _copy(
-    acc_buffer, lanes_buffer, block_acc, block_lanes, first, count,
+    acc_buffer, lanes_buffer, block_acc, block_lanes, first, count, columns,
     STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Start copying N written blocks from `first`, zeros from `count` on, as one group."""
+    """Start copying N written blocks from `first`, zeros from `count` and from `columns` on, as one
+    group."""
     # Copies of 16 bytes bypass the first-level cache, which may be stale.
     layout: gl.constexpr = copied_layout(WIDTH)
     row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-    inside = gl.expand_dims(row < count * STORED, 1) & gl.expand_dims(column < WIDTH, 0)
+    inside = gl.expand_dims(row < count * STORED, 1) & gl.expand_dims(column < columns, 0)
     pointer = block_acc + gl.expand_dims(row * DIM, 1) + gl.expand_dims(column, 0)
     async_copy.async_copy_global_to_shared(acc_buffer, pointer, mask=inside)
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
@@ -289,10 +299,11 @@ def _fold_some(lanes, acc, lanes_of, acc_of, left_of, right_of, block, place, ST
 
 @gluon.jit
 def fold_written(
-    ticket, parts, m, lanes, acc, block_m, block_lanes, block_acc, count,
+    ticket, parts, m, lanes, acc, block_m, block_lanes, block_acc, count, columns,
     STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, FLOATS: gl.constexpr,
 ):  # fmt: skip
     """(m, lanes, acc), as `first_sums` gives them, after a tile's `count` written blocks, in order.
+    `columns` of acc were written, from its first one on.
 
     Each of the DIM / WIDTH folding programs calls it after `all_written`.
     """
@@ -311,7 +322,7 @@ def fold_written(
     lanes_of = lanes_ring._reinterpret(gl.float32, [BUFFERS * N, STORED, 8], flat)
     for j in gl.static_range(2):
         _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
-              STORED, WIDTH, DIM, N)  # fmt: skip
+              columns, STORED, WIDTH, DIM, N)  # fmt: skip
     maxima, before = _maxima(block_m, 0, count, STORED, N)
     _leave(ticket, parts, DIM // WIDTH)
     m = gl.convert_layout(m, gl.SliceLayout(0, scanned))
@@ -322,7 +333,7 @@ def fold_written(
         thread_barrier()
         ahead = gl.where(slot == 0, 2, slot - 1)
         _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
-              first + 2 * N, count, STORED, WIDTH, DIM, N)  # fmt: skip
+              first + 2 * N, count, columns, STORED, WIDTH, DIM, N)  # fmt: skip
         # A running maximum is exact in any order, so all N factors are computed at once.
         running = gl.associative_scan(before, 0, _larger)
         running = gl.maximum(running, gl.expand_dims(m, 0) + gl.zeros_like(running))

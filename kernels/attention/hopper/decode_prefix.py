@@ -13,15 +13,18 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode import (
     REGISTERS,
+    block_product,
+    block_scores,
     copy_keys,
     entries_of,
     exponentials,
+    load_queries,
 )
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     WRITTEN_FLOATS,
@@ -33,6 +36,7 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     write_block,
     write_sums,
 )
+from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, row_buffers
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, WARPS, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block
 from rl_consistency.kernels.attention.shared_keys import SharedTables
@@ -62,7 +66,7 @@ def attention_prefix_kernel(
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, ACROSS], [16, 8])
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [DOWN, ACROSS], [1, 0])
     lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, S)
     kv_head = gl.program_id(0) % KV_HEADS
     run = runs + 3 * (gl.program_id(0) // KV_HEADS // TILES)
     first_row = gl.program_id(0) // KV_HEADS % TILES * ROWS
@@ -74,9 +78,7 @@ def attention_prefix_kernel(
     end_row = (gl.load(query_start + last) + gl.load(query_len + last) - start_row) * GROUP
     if (count == 0) | (first_row >= end_row):
         return
-    ring = gl.allocate_shared_memory(
-        K.dtype.element_ty, [RING, KEYS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
+    ring = row_buffers(K.dtype.element_ty, RING, KEYS, DIM)
     table = tables + first.to(gl.int64) * num_blocks
     share = gl.cdiv(count, gl.num_programs(1)) * KEYS
     begin = gl.program_id(1) * share
@@ -90,49 +92,45 @@ def attention_prefix_kernel(
     coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(ring.index(j), base, entries, fill, end, end, stride, BLOCK, DIM)
+        copy_keys(buffer_at(ring, j), base, entries, fill, end, end, stride, BLOCK, DIM, DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
             coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
 
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+    row = first_row + gl.arange(0, ROWS, layout=rows)
     at = (start_row + row // GROUP).to(gl.int64) * stride_qt
     at += (kv_head * GROUP + row % GROUP) * stride_qh
-    mask = gl.expand_dims(row < end_row, 1) & gl.expand_dims(dim < DIM, 0)
-    q = gl.load(Q + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=mask, other=0.0)
-    q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
+    q = load_queries(Q, at, row < end_row, DIM, DIM, S)
     head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
     m, lanes, acc = first_sums(
         sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM, KV_HEADS,
         GROUP, False, lane_layout, S,
     )  # fmt: skip
+    acc = (acc,)
     lane_m = gl.convert_layout(m, lane_rows)
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(gl.maximum(gl.cdiv(end - begin, KEYS), 0)):
         # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
-                  stride_kt, BLOCK, DIM)  # fmt: skip
-        keys = ring.index(2 * i % RING).permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
-        scores = mma_v2(q, keys, gl.zeros([ROWS, KEYS], gl.float32, S))
+        copy_keys(buffer_at(ring, (2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
+                  stride_kt, BLOCK, DIM, DIM)  # fmt: skip
+        scores = block_scores(q, buffer_at(ring, 2 * i % RING), S)
         block_max, p, part = exponentials(scores, factor, ROWS, ACROSS, lane_layout)
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, end,
-                  stride_vt, BLOCK, DIM)  # fmt: skip
+        copy_keys(buffer_at(ring, (2 * i + RING) % RING), v_base, entries, fill, end, end,
+                  stride_vt, BLOCK, DIM, DIM)  # fmt: skip
         fill += KEYS
         entries = coming
         coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
-        values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
-        product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
+        product = block_product(rounded, buffer_at(ring, (2 * i + 1) % RING), S)
         if SPLIT:
             write_block(
                 block_m, block_lanes, block_acc, first_slot + begin // KEYS + i, block_max, part,
-                product, ROWS, ROWS, DIM,
+                product, ROWS, ROWS, DIM, DIM,
             )  # fmt: skip
         else:
             m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
@@ -150,8 +148,8 @@ def attention_prefix_kernel(
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
                 ticket, gl.num_programs(1), all_m, all_lanes, all_acc, block_m + place,
-                block_lanes + place * 8, block_acc + place * DIM, count, ROWS, DIM, DIM,
-                WRITTEN_FLOATS,
+                block_lanes + place * 8, block_acc + place * DIM, count, DIM, ROWS, DIM,
+                DIM, WRITTEN_FLOATS,
             )  # fmt: skip
             write_sums(
                 sum_m, sum_lanes, sum_acc, all_m, all_lanes, all_acc, head_row, first_row,
@@ -159,7 +157,7 @@ def attention_prefix_kernel(
             )  # fmt: skip
     else:
         write_sums(
-            sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end_row, ROWS, DIM,
+            sum_m, sum_lanes, sum_acc, m, lanes, acc[0], head_row, first_row, end_row, ROWS, DIM,
             KV_HEADS, GROUP,
         )  # fmt: skip
 

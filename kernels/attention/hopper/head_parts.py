@@ -40,6 +40,27 @@ def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: g
     return made
 
 
+@gluon.constexpr_function
+def rows_layout(columns):
+    """Rows of so many 16-bit columns in shared memory: 16 bytes of eight rows in distinct banks."""
+    pieces = min(columns // 8, 8)
+    return gl.SwizzledSharedLayout(8, 8 // pieces, pieces, [1, 0])
+
+
+@gluon.jit
+def row_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """COUNT buffers [ROWS, DIM] in shared memory for the warps' own matrix steps."""
+    PARTS: gl.constexpr = parts_of(DIM)
+    made = ()
+    for i in gl.static_range(len(PARTS)):
+        made = made + (
+            gl.allocate_shared_memory(
+                dtype, [COUNT, ROWS, PARTS[i][1]], rows_layout(PARTS[i][1])
+            ),
+        )  # fmt: skip
+    return made
+
+
 @gluon.jit
 def buffer_at(bufs, index):
     """One of some buffers."""

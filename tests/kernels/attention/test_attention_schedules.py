@@ -21,6 +21,7 @@ from rl_consistency.kernels.attention.schedules import (
     PREFILL_WIDE_DESCRIPTORS,
     decode_cut,
     key_block,
+    padded,
     pick_forward,
     programs_for,
     seen_blocks,
@@ -149,7 +150,7 @@ RESIDENT = [
     *((DECODE_SPREAD, 2, dim) for dim in (64, 128, 256)),
     *((DECODE_LAST, 2, dim) for dim in (64, 128, 256)),
     *((DECODE_DEEP, 1, dim) for dim in (64, 128, 256)),
-    (DECODE_CROWDED, 3, 64),
+    *((DECODE_CROWDED, 3, dim) for dim in (64, 80)),
 ]
 """Rings, and how many of their programs the cuts of decode count on, by columns of a head."""
 
@@ -163,12 +164,12 @@ def test_programs_that_share_tiles_fit_a_multiprocessor_together(schedule, resid
     assert resident * threads * registers <= 1 << 16
     for slices in (1, 2, 4, 8, 16):
         for stored in (1, 2, 4, 8, 16):
-            if dim // slices < NARROWEST:
+            if padded(dim) // slices < NARROWEST:
                 continue
             # A block's probabilities change hands beside the ring, at most two bytes each.
             keys = key_block(dim)
             ring = schedule.ring * keys * dim * 2 + 16 * keys * 2
-            held = max(ring, shared_bytes(stored, dim // slices, schedule.resident)) + 16
+            held = max(ring, shared_bytes(stored, padded(dim) // slices, schedule.resident)) + 16
             assert resident * (held + RESERVED) <= SHARED
 
 
