@@ -29,6 +29,7 @@ class CapturedPagedAttention(PagedAttention):
     """
 
     exact: ClassVar[bool] = False
+    settled: ClassVar[bool] = True
     numbers: SequenceTables
     """Lengths, block tables and shared keys of the next run, within the host's bounds."""
 

@@ -181,6 +181,7 @@ def attention_fwd(
         stored=next_power_of_2(min(most_rows, schedule.rows)),
         reach=schedules.reach(window),
         windowed=window is not None,
+        settled=layout.settled,
         factor=scale * schedules.LOG2E,
     )
     if cut is not None and not schedule.ring:

@@ -93,6 +93,9 @@ class AttentionLayout:
 
     exact: ClassVar[bool] = True
     """Whether the lengths are those of the call, not just bounds of them."""
+    settled: ClassVar[bool] = False
+    """Whether lengths and tables are on the device before a forward pass starts its first kernel.
+    Attention then reads them while the kernel ahead, which writes keys, still runs."""
     query_starts: Sequence[int]
     """Row of the call's [T, ...] tensors where each sequence's queries begin."""
     query_lens: Sequence[int]

@@ -26,6 +26,7 @@ from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -46,17 +47,13 @@ def qkv_kernel(
     x_ptr, wq_ptr, wk_ptr, wv_ptr, q_ptr, k_ptr, v_ptr, bq_ptr, bk_ptr, bv_ptr, M, NQ, NK, NV, K,
     stride_x, stride_w,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """The tiles of q, then those of k, then those of v, by pointers.
 
     A program chooses its weight before the loop over K, so one loop with one set of buffers is
     compiled. Descriptors cannot be chosen at run time.
     """
-    if OVERLAP:
-        # Nothing is read before the kernel ahead is done.
-        gdc_wait()
-        gdc_launch_dependents()
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_q = tiles_m * tl.cdiv(NQ, BLOCK_N)
@@ -72,6 +69,12 @@ def qkv_kernel(
         tile -= tiles_q
         if HAS_BIAS:
             bias_ptr = bk_ptr
+    if OVERLAP:
+        _, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        prefetch_rows(w_ptr, tile_n * BLOCK_N, N, K, stride_w, BLOCK_N, PREFETCHED)
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     pointer_tile(
         tile, x_ptr, w_ptr, y_ptr, bias_ptr, M, N, K, stride_x, 1, 1, stride_w, N,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HAS_BIAS,
@@ -89,17 +92,19 @@ def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 @remembered
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_tma_kernel(
-    x_desc, gate_desc, up_desc, y_desc, M, N, K,
+    x_desc, gate_desc, up_desc, y_desc, gate_ptr, up_ptr, M, N, K, stride_gate, stride_up,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+    ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the result, from one tile of each product; by descriptors."""
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     if OVERLAP:
+        prefetch_rows(gate_ptr, column, N, K, stride_gate, BLOCK_N, PREFETCHED)
+        prefetch_rows(up_ptr, column, N, K, stride_up, BLOCK_N, PREFETCHED)
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
-    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for k in range(tl.cdiv(K, BLOCK_K)):
@@ -114,15 +119,17 @@ def gate_up_glu_tma_kernel(
 def gate_up_glu_pointer_kernel(
     x_ptr, gate_ptr, up_ptr, y_ptr, M, N, K, stride_x, stride_gate, stride_up,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+    ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the result, from one tile of each product; by pointers. Rows of x and of the
     weights are contiguous."""
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     if OVERLAP:
+        prefetch_rows(gate_ptr, tile_n * BLOCK_N, N, K, stride_gate, BLOCK_N, PREFETCHED)
+        prefetch_rows(up_ptr, tile_n * BLOCK_N, N, K, stride_up, BLOCK_N, PREFETCHED)
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
-    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     steps = tl.arange(0, BLOCK_K)
@@ -205,18 +212,20 @@ def gate_up_glu_fwd(
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
     tiles = cdiv(m, bm) * cdiv(n, bn)
-    options = _options(schedule, x) | {"ACTIVATION": ACTIVATIONS.index(activation)}
+    options = _options(schedule, x, weights=2) | {"ACTIVATION": ACTIVATIONS.index(activation)}
+    strides = w_gate.stride(0), w_up.stride(0)
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](
             tile_descriptor(x, (bm, bk)),
             tile_descriptor(w_gate, (bn, bk)),
             tile_descriptor(w_up, (bn, bk)),
             tile_descriptor(y, (bm, bn)),
-            m, n, inner, **options,
+            w_gate, w_up, m, n, inner, *strides, **options,
         )  # fmt: skip
     else:
-        strides = (matrix.stride(0) for matrix in (x, w_gate, w_up))
-        gate_up_glu_pointer_kernel[(tiles,)](x, w_gate, w_up, y, m, n, inner, *strides, **options)
+        gate_up_glu_pointer_kernel[(tiles,)](
+            x, w_gate, w_up, y, m, n, inner, x.stride(0), *strides, **options
+        )  # fmt: skip
     return y
 
 
@@ -224,10 +233,15 @@ def _gate_up_glu_fake(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str) 
     return x.new_empty((x.shape[0], w_gate.shape[0]))
 
 
-def _options(schedule: Schedule, x: Tensor) -> dict[str, Any]:
-    """Launch arguments; where the device can, the launch overlaps the end of the kernel ahead."""
-    overlap = has_tma(x.device)
-    return launch_options(schedule) | {"OVERLAP": overlap, "launch_pdl": overlap}
+def _options(schedule: Schedule, x: Tensor, weights: int = 1) -> dict[str, Any]:
+    """Launch arguments of a program that reads a tile of so many `weights`; where the device can,
+    the launch overlaps the end of the kernel ahead."""
+    overlap, width = has_tma(x.device), x.element_size()
+    return launch_options(schedule) | {
+        "OVERLAP": overlap,
+        "PREFETCHED": prefetched_columns(schedule.block_n, x.shape[1], width, weights),
+        "launch_pdl": overlap,
+    }
 
 
 @kernel_op(fake=_qkv_fake)

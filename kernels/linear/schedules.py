@@ -1,7 +1,8 @@
 """Schedules of the fused products, and for how many rows they stand for the separate ones.
 
 All schedules give the same bytes, which a test shows. The rules were read off times on an H200 in
-CUDA graphs with cold weights: five models of 0.5 to 8 billion parameters, 64 to 256 rows.
+CUDA graphs with cold weights: nine models of 0.5 to 8 billion parameters with 1, 32 and 64 rows,
+five of them with up to 256.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.matmul.schedules import Schedule, by_name, table_of
 
 QKV = table_of(
+    "pointer-16x16x128-w4-s6",
+    "pointer-16x32x128-w4-s4",
     "pointer-16x32x128-w4-s5",
-    "pointer-32x32x128-w4-s4",
+    "pointer-64x16x128-w4-s4",
+    "pointer-64x32x64-w4-s6",
     "pointer-64x32x128-w4-s3",
     "pointer-64x64x64-w4-s4",
 )
 """Schedules of `few_rows_triton.qkv_fwd` in bf16 and fp16."""
 
 GATE_UP = table_of(
-    "tma-16x16x256-w4-s4",
-    "tma-16x32x128-w4-s5",
-    "tma-32x32x128-w4-s5",
+    "tma-16x32x128-w4-s3",
     "tma-32x64x64-w4-s4",
+    "tma-64x16x128-w4-s4",
+    "tma-64x32x64-w4-s4",
     "tma-64x32x128-w4-s3",
     "tma-64x64x64-w4-s3",
     "tma-64x64x64-w4-s4",
-    "pointer-16x64x64-w4-s5",
+    "pointer-16x32x64-w4-s6",
+    "pointer-16x32x128-w4-s3",
     "pointer-32x32x128-w4-s4",
     "pointer-64x32x64-w4-s4",
 )
@@ -98,12 +103,17 @@ def pick_qkv(
         return tuned
     if dtype == torch.float32:
         return _pick_fp32(m)
+    tiles = sum(cdiv(n, 32) for n in columns)
     if m <= 16:
-        return _BY_NAME["pointer-16x32x128-w4-s5"]
+        return _BY_NAME["pointer-16x16x128-w4-s6" if tiles <= 64 else "pointer-16x32x128-w4-s5"]
     if m <= 32:
-        return _BY_NAME["pointer-32x32x128-w4-s4"]
-    narrow = cdiv(m, 64) * sum(cdiv(n, 32) for n in columns)
-    return _BY_NAME["pointer-64x32x128-w4-s3" if narrow <= 200 else "pointer-64x64x64-w4-s4"]
+        return _BY_NAME[f"pointer-16x32x128-w4-s{5 if 2 * tiles <= PAIRS else 4}"]
+    if m <= 64:
+        return _BY_NAME[
+            "pointer-64x16x128-w4-s4" if 2 * tiles <= PAIRS else "pointer-64x32x64-w4-s6"
+        ]
+    few = cdiv(m, 64) * tiles <= 200
+    return _BY_NAME["pointer-64x32x128-w4-s3" if few else "pointer-64x64x64-w4-s4"]
 
 
 @picked_once
@@ -116,16 +126,18 @@ def pick_gate_up(
         return tuned
     if dtype == torch.float32:
         return _pick_fp32(m)
-    if not tma:
-        if m <= 16:
-            return _BY_NAME["pointer-16x64x64-w4-s5"]
-        return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
     if m <= 16:
-        return _BY_NAME["tma-16x16x256-w4-s4" if n < 4096 else "tma-16x32x128-w4-s5"]
+        return _BY_NAME["pointer-16x32x64-w4-s6" if n < 4096 else "pointer-16x32x128-w4-s3"]
+    if not tma:
+        return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
     if m <= 32:
-        return _BY_NAME["tma-32x32x128-w4-s5" if n < 4096 else "tma-32x64x64-w4-s4"]
-    if m <= 64 and cdiv(n, 32) <= PAIRS:
-        return _BY_NAME["tma-64x32x128-w4-s3"]
+        return _BY_NAME["tma-16x32x128-w4-s3" if n <= 8192 else "tma-32x64x64-w4-s4"]
+    if m <= 64 and cdiv(n, 16) <= PAIRS:
+        return _BY_NAME["tma-64x16x128-w4-s4"]
+    if m <= 64 and cdiv(n, 32) <= TRIPLES:
+        # All tiles run at once, two or three to a multiprocessor.
+        two = cdiv(n, 32) <= PAIRS
+        return _BY_NAME["tma-64x32x128-w4-s3" if two else "tma-64x32x64-w4-s4"]
     # With one stage less a third program fits a multiprocessor; that pays if it saves a wave.
     tiles = cdiv(m, 64) * cdiv(n, 64)
     fewer = cdiv(tiles, TRIPLES) < cdiv(tiles, PAIRS)

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -108,10 +109,10 @@ def tma_tile(
 @remembered
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
-    a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+    a_desc, b_desc, c_desc, b_ptr, bias_ptr, M, N, K, stride_b,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PERSISTENT: tl.constexpr, OVERLAP: tl.constexpr,
+    PERSISTENT: tl.constexpr, OVERLAP: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Tiles by descriptors: one per program, or every num_programs-th."""
     first = tl.program_id(0)
@@ -119,6 +120,9 @@ def tma_kernel(
         # No load or store runs before the previous kernel ends: it may be an optimizer that writes
         # the weights.
         gdc_launch_dependents()
+        if PREFETCHED > 0:
+            _, tile_n = tile_position(first, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            prefetch_rows(b_ptr, tile_n * BLOCK_N, N, K, stride_b, BLOCK_N, PREFETCHED)
         gdc_wait()
     if PERSISTENT:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -258,14 +262,17 @@ def _launch_tma(
     b_block = (block_n, block_k) if layout == "nt" else (block_k, block_n)
     stored = block_n // 2 if schedule.split else block_n
     programs = min(tiles, sm_count(a.device)) if schedule.persistent else tiles
+    # A tile of "nn" has few bytes of each row.
+    asks = schedule.overlap and layout == "nt"
+    prefetched = prefetched_columns(block_n, a.shape[1], b.element_size()) if asks else 0
     tma_kernel[(programs,)](
         tile_descriptor(a, (block_m, block_k)),
         tile_descriptor(b, b_block),
         tile_descriptor(c, (block_m, stored)),
-        bias, a.shape[0], c.shape[1], a.shape[1],
+        b, bias, a.shape[0], c.shape[1], a.shape[1], b.stride(0),
         NT=layout == "nt", SWAP=schedule.swap, SPLIT=schedule.split,
         PERSISTENT=schedule.persistent, OVERLAP=schedule.overlap and not INTERPRETED,
-        launch_pdl=schedule.overlap, **options,
+        PREFETCHED=prefetched, launch_pdl=schedule.overlap, **options,
     )  # fmt: skip
 
 

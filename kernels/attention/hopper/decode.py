@@ -18,6 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_call import ForwardCall
+from rl_consistency.kernels.attention.hopper.decode_copies import (
+    copy_keys,
+    entries_of,
+    prefetch_keys,
+)
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     all_written,
     finite,
@@ -48,54 +53,6 @@ from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, hoppe
 ROWS = gl.constexpr(16)
 REGISTERS = 504
 """Registers of a multiprocessor per thread of one program, for all resident programs together."""
-
-
-@gluon.jit
-def entries_of(table, start, limit, BLOCK: gl.constexpr, KEYS: gl.constexpr):
-    """Physical blocks [KEYS] of the keys from `start`, one a thread."""
-    key = start + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    return gl.load(table + key // BLOCK, mask=key < limit, other=0)
-
-
-@gluon.constexpr_function
-def keys_layout(keys, columns):
-    """Copies of 16 bytes: a thread's rows mostly lie in one cache block, their copies in distinct
-    banks."""
-    each = min(8, keys * columns // 1024)
-    return gl.BlockedLayout([each, 8], [256 // columns, columns // 8], [WARPS.value, 1], [1, 0])
-
-
-@gluon.jit
-def _copy_part(
-    buffer, base, entries, start, limit, stride_row, column, BLOCK: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Start copying keys or values, from `column` on, into a buffer [KEYS, columns]."""
-    KEYS: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    layout: gl.constexpr = keys_layout(KEYS, COLUMNS)
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    key = start + gl.arange(0, KEYS, layout=rows)
-    dim = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    row = gl.convert_layout(entries, rows).to(gl.int64) * BLOCK + key % BLOCK
-    pointer = base + gl.expand_dims(row * stride_row, 1) + gl.expand_dims(dim, 0)
-    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
-    async_copy.async_copy_global_to_shared(buffer, pointer, mask=inside)
-
-
-@gluon.jit
-def copy_keys(
-    bufs, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
-    """Start copying keys or values from `start`, zeros past `limit` and HEAD_DIM, as one group."""
-    PARTS: gl.constexpr = parts_of(DIM)
-    if start < end:
-        for i in gl.static_range(len(PARTS)):
-            _copy_part(
-                bufs[i], base, entries, start, limit, stride_row, PARTS[i][0], BLOCK, HEAD_DIM
-            )
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -232,6 +189,7 @@ def attention_decode_kernel(
     KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, FOLDED: gl.constexpr,
     BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SHARED: gl.constexpr, WHOLE: gl.constexpr,
     SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr, FLOATS: gl.constexpr,
+    SETTLED: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head, over blocks of
     KEYS keys. Columns from HEAD_DIM to DIM are zeros, which change no sum.
@@ -242,10 +200,11 @@ def attention_decode_kernel(
     of a divided one is written to block_m, block_lanes and block_acc instead. With SHARED the fold
     goes on from the sums of the blocks that lie within the sequence's first shared_keys keys.
     """
-    # The launch overlaps the end of the kernel ahead. Nothing is read before that kernel is done,
-    # and the next kernel starts no sooner.
-    gdc_wait()
-    gdc_launch_dependents()
+    # The launch overlaps the end of the kernel ahead. What that one may write is not read before it
+    # is done, and the next kernel starts no sooner.
+    if not SETTLED:
+        gdc_wait()
+        gdc_launch_dependents()
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     rows: gl.constexpr = gl.SliceLayout(1, S)
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
@@ -285,6 +244,12 @@ def attention_decode_kernel(
     fill = begin
     entries = entries_of(table, fill, limit, BLOCK, KEYS)
     coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
+    if SETTLED:
+        if count > 0:
+            prefetch_keys(k_base, entries, fill, stride_kt, BLOCK, HEAD_DIM)
+            prefetch_keys(v_base, entries, fill, stride_vt, BLOCK, HEAD_DIM)
+        gdc_wait()
+        gdc_launch_dependents()
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
         copy_keys(buffer_at(ring, j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM, DIM)
@@ -411,7 +376,7 @@ def attention_decode_fwd(
         BLOCK=call.block_size,
         WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0,
         SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
-        FLOATS=floats_for(schedule.resident),
+        FLOATS=floats_for(schedule.resident), SETTLED=call.settled,
         num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, **OPTIONS,
     )  # fmt: skip

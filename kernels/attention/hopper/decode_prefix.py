@@ -21,11 +21,10 @@ from rl_consistency.kernels.attention.hopper.decode import (
     REGISTERS,
     block_product,
     block_scores,
-    copy_keys,
-    entries_of,
     exponentials,
     load_queries,
 )
+from rl_consistency.kernels.attention.hopper.decode_copies import copy_keys, entries_of
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     WRITTEN_FLOATS,
     all_written,
