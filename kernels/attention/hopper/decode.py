@@ -7,6 +7,7 @@ slice of the columns each.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Keys and values of a paged cache on their way to the programs of `decode` and `decode_prefix`."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

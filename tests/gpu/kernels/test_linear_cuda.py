@@ -17,6 +17,7 @@ from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
@@ -104,6 +105,41 @@ def test_every_fused_qkv_schedule_gives_the_unfused_bytes(schedule, rows):
         results = qkv_fwd(x, wq, wk, wv, *biases, schedule)
         for y, weight, bias in zip(results, (wq, wk, wv), biases, strict=True):
             assert same_bytes(y, linear(x, weight, bias))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not has_tma(DEVICE), reason="needs sm_90")
+@pytest.mark.parametrize("schedule", [*QKV, *GATE_UP], ids=lambda s: s.name)
+def test_a_fused_launch_reads_what_the_kernel_ahead_has_just_written(schedule):
+    """Rows and weights, the latter while the launch asks for them in the cache."""
+    x, weight, _ = operands(rows=19, n=2048)
+    scale = torch.ones(K, device=DEVICE, dtype=torch.bfloat16)
+    fresh, plain = weight.clone(), weight.clone()
+
+    def fused(x, weight):
+        if schedule in QKV:
+            return qkv_fwd(x, weight, weight, weight, None, None, None, schedule)[0]
+        return gate_up_glu_fwd(x, weight, weight, "silu", schedule)
+
+    def chain():
+        rows = fused(x, rms_norm(fresh, scale, 1e-6))
+        return fused(rms_norm(rows[:, :K], scale, 1e-6), rms_norm(fresh, scale, 1e-6))
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for i in range(5):
+        fresh.copy_(plain.roll(i, 0))
+        normed = rms_norm(fresh, scale, 1e-6)
+        torch.cuda.synchronize()
+        rows = fused(x, normed)
+        torch.cuda.synchronize()
+        rows = rms_norm(rows[:, :K], scale, 1e-6)
+        torch.cuda.synchronize()
+        expected = fused(rows, normed)
+        found.zero_()
+        graph.replay()
+        assert same_bytes(found, expected)
 
 
 @pytest.mark.parametrize("schedule", GATE_UP, ids=lambda s: s.name)

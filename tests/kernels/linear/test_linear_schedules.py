@@ -16,12 +16,15 @@ from rl_consistency.kernels.linear.schedules import (
     pick_gate_up,
     pick_qkv,
 )
+from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES
 from rl_consistency.kernels.matmul.schedules import Schedule
 
-SMALLEST_SHARED = 99 * 1024
+SMALLEST_SHARED, RESERVED = 99 * 1024, 1024
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL, LARGE = (896, 128, 128), (4096, 1024, 1024)
 """Columns of q, k and v of Qwen2.5-0.5B and of Qwen3-8B."""
+WIDTHS = (1024, 3072, 8192, 12288, 18944)
+"""Columns of gate, with tiles for less than a multiprocessor each up to more than three."""
 
 
 @pytest.mark.parametrize("table", [QKV, GATE_UP, FEW_ROWS_FP32])
@@ -33,10 +36,7 @@ def test_names_are_unique_and_say_everything(table):
 def test_a_table_holds_what_is_picked_and_nothing_else():
     rows = range(1, MOST_FUSED_ROWS + 1)
     assert {pick_qkv(m, BF16, c) for m, c in product(rows, (SMALL, LARGE))} == set(QKV)
-    found = {
-        pick_gate_up(m, n, BF16, tma)
-        for m, n, tma in product(rows, (1024, 8192, 12288), (True, False))
-    }
+    found = {pick_gate_up(m, n, BF16, tma) for m, n, tma in product(rows, WIDTHS, (True, False))}
     assert found == set(GATE_UP)
     few = range(1, FUSED_ROWS + 1)
     assert {pick_qkv(m, FP32) for m in few} == set(FEW_ROWS_FP32)
@@ -49,10 +49,12 @@ def test_fused_picks_fit_in_shared_memory(m, dtype):
     size = dtype.itemsize
     for columns in (SMALL, LARGE):
         assert pick_qkv(m, dtype, columns).shared_bytes(size, size) <= SMALLEST_SHARED
-    for n in (1024, 12288):
+    for n in WIDTHS:
         by_pointer = pick_gate_up(m, n, dtype, False)
         assert by_pointer.kind == "pointer"
-        assert pick_gate_up(m, n, dtype, True).kind == ("tma" if dtype == BF16 else "pointer")
+        assert by_pointer.shared_bytes(size, size) <= SMALLEST_SHARED
+        described = dtype == BF16 and m > 16
+        assert pick_gate_up(m, n, dtype, True).kind == ("tma" if described else "pointer")
     assert all(s.kind == "pointer" for s in (*QKV, *FEW_ROWS_FP32))
 
 
@@ -67,3 +69,15 @@ def test_few_rows_are_fused_and_more_rows_only_of_small_weights():
     assert not fuses_gate_up(65, 4864, 896, BF16, tma=False)
     assert fuses_gate_up(128, 12288, 4096, BF16, tma=True)
     assert not fuses_gate_up(129, 12288, 4096, BF16, tma=True)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_few_rows_of_gate_and_up_run_in_one_wave_where_that_is_possible(m, n):
+    """Tiles left over for a second wave read their weights while most of the GPU waits."""
+    schedule = pick_gate_up(m, n, BF16, True)
+    # A stage holds a tile of x and two of weights.
+    stage = (schedule.block_m + 2 * schedule.block_n) * schedule.block_k * 2
+    resident = SHARED_BYTES // (schedule.stages * stage + RESERVED)
+    tiles = -(-n // schedule.block_n)
+    assert tiles <= resident * 132 or n > 12288

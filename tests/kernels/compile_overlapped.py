@@ -1,0 +1,82 @@
+"""A process that compiles every kernel whose launch overlaps the kernel ahead for sm_90, with no
+GPU at hand, and prints name and how often it loads, copies, stores and prefetches before it waits
+for that kernel. Nothing runs."""
+
+import torch
+
+from rl_consistency.kernels.attention.decode_cut import Cut
+from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
+from rl_consistency.kernels.attention.schedules import DECODE_LAST
+from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.experts.rows_triton import combine_fwd
+from rl_consistency.kernels.experts.schedules import COMBINE
+from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
+from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
+from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.kernels.matmul.schedules import DECODE
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from tests.kernels.attention.compile_for_sm90 import compile_only
+
+BF16 = torch.bfloat16
+WAIT = "griddepcontrol.wait"
+BEFORE = {
+    "loads": "ld.global",
+    "copies": "cp.async",
+    "stores": "st.global",
+    "prefetches": "prefetch.global.L2",
+}
+
+
+class SettledAttention(PagedAttention):
+    """As calls in a CUDA graph are."""
+
+    settled = True
+
+
+def calls():
+    """One call of each kernel."""
+    x, w, narrow = (torch.zeros(n, 896, dtype=BF16) for n in (16, 4864, 128))
+    yield lambda: qkv_fwd(x, w, narrow, narrow, None, None, None, QKV[0])
+    for kind in ("tma", "pointer"):
+        schedule = next(s for s in GATE_UP if s.kind == kind)
+        yield lambda schedule=schedule: gate_up_glu_fwd(x, w, w, "silu", schedule)
+    overlapped = next(s for s in DECODE if s.overlap)
+    yield lambda: matmul_fwd(x, w, None, "nt", BF16, overlapped)
+    yield lambda: rms_norm_fwd(x, x, x[0], 1e-6)
+    pairs = torch.zeros(16, 8, dtype=torch.int32)
+    yield lambda: combine_fwd(x.repeat(8, 1), pairs, pairs.float(), COMBINE[0])
+    q, keys = (torch.zeros(256, n, 128, dtype=BF16) for n in (12, 2))
+    cos, slots = torch.zeros(256, 64), torch.arange(256)
+    norms = HeadNorms(q[0, 0], q[0, 0], 1e-6, 1e-6)
+    cache = torch.zeros(32, 16, 2, 128, dtype=BF16)
+    yield lambda: paged_inputs_fwd(q, keys, keys, cos, cos, norms, cache, cache, slots)
+    flat = torch.zeros(132 * 16, 2, 128, dtype=BF16)
+    for layout, runs in (
+        (SettledAttention, ()),
+        (PagedAttention, [SharedRun(8 * i, 8, 2048) for i in range(32)]),
+    ):
+        paged = layout(
+            query_starts=range(256),
+            query_lens=[1] * 256,
+            context_lens=[2100] * 256,
+            block_tables=[list(range(132))] * 256,
+            slot_mapping=torch.zeros(256, dtype=torch.int64),
+            key_cache=[],
+            value_cache=[],
+            block_size=16,
+            shared_runs=runs,
+        )
+        plan = {} if runs else {"schedule": DECODE_LAST, "cut": Cut(3, 1200)}
+        yield lambda paged=paged, plan=plan: attention_fwd(q, flat, flat, paged, 0.1, None, **plan)
+
+
+if __name__ == "__main__":
+    compiled = compile_only()
+    for call in calls():
+        call()
+    for name, kernel in compiled:
+        before, found, _ = kernel.asm["ptx"].partition(WAIT)
+        if found:
+            print(name, *(before.count(instruction) for instruction in BEFORE.values()))

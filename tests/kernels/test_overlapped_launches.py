@@ -1,0 +1,59 @@
+"""What a kernel does while the kernel ahead may still write what it will read."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import compile_overlapped
+
+PREFETCHING = {
+    "qkv_kernel",
+    "gate_up_glu_tma_kernel",
+    "gate_up_glu_pointer_kernel",
+    "tma_kernel",
+}
+"""Kernels that ask for weights; in a CUDA graph decode asks for keys."""
+KERNELS = PREFETCHING | {
+    "_forward_kernel",
+    "combine_kernel",
+    "paged_inputs_kernel",
+    "attention_decode_kernel",
+    "attention_prefix_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(name, loads, copies, stores, prefetches) before a kernel waits, of each kernel."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", compile_overlapped.__name__],
+        cwd=Path(__file__).parents[2],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [(name, *map(int, counts)) for name, *counts in lines]
+
+
+def test_nothing_is_copied_or_stored_before_the_kernel_ahead_is_done(compiled):
+    assert {name for name, *_ in compiled} == KERNELS
+    for name, _, copies, stores, _ in compiled:
+        assert (copies, stores) == (0, 0), name
+
+
+def test_only_decode_in_a_graph_reads_before_that_and_only_tables(compiled):
+    early = [(name, loads) for name, loads, *_ in compiled if loads]
+    # The tile's two numbers, three of its sequence, and the blocks of two steps of keys.
+    assert early == [("attention_decode_kernel", 7)]
+
+
+def test_weights_and_keys_are_asked_for_before_that(compiled):
+    asking = [name for name, *_, prefetches in compiled if prefetches]
+    assert set(asking) == PREFETCHING | {"attention_decode_kernel"}
+    assert asking.count("attention_decode_kernel") == 1
