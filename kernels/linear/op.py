@@ -120,8 +120,8 @@ def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu"
             f"linear_glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}."
         )
     rows = x.reshape(-1, x.shape[-1])
-    (n, k), tma = w_gate.shape, rows.is_cuda and has_tma(rows.device)
-    if _in_one_launch(rows, n) and fuses_gate_up(rows.shape[0], n, k, x.dtype, tma):
+    n, tma = w_gate.shape[0], rows.is_cuda and has_tma(rows.device)
+    if _in_one_launch(rows, n) and fuses_gate_up(rows.shape[0], n, x.dtype, tma):
         y = gate_up_glu_op(rows, w_gate, w_up, activation)
     else:
         gate = matmul_nt(rows, w_gate, out_dtype=x.dtype)

@@ -1,8 +1,7 @@
 """Schedules of the fused products, and for how many rows they stand for the separate ones.
 
 All schedules give the same bytes, which a test shows. The rules were read off times on an H200 in
-CUDA graphs with cold weights: nine models of 0.5 to 8 billion parameters with 1, 32 and 64 rows,
-five of them with up to 256.
+CUDA graphs with cold weights: nine models of 0.5 to 8 billion parameters, 1 to 256 rows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ QKV = table_of(
     "pointer-16x32x128-w4-s5",
     "pointer-64x16x128-w4-s4",
     "pointer-64x32x64-w4-s6",
-    "pointer-64x32x128-w4-s3",
-    "pointer-64x64x64-w4-s4",
+    "pointer-64x64x64-w4-s6",
 )
 """Schedules of `few_rows_triton.qkv_fwd` in bf16 and fp16."""
 
@@ -33,6 +31,7 @@ GATE_UP = table_of(
     "tma-64x32x128-w4-s3",
     "tma-64x64x64-w4-s3",
     "tma-64x64x64-w4-s4",
+    "tma-128x64x64-w4-s3",
     "pointer-16x32x64-w4-s6",
     "pointer-16x32x128-w4-s3",
     "pointer-32x32x128-w4-s4",
@@ -45,13 +44,10 @@ FEW_ROWS_FP32 = table_of(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP
 
 FUSED_ROWS, MOST_FUSED_ROWS = 64, 256
 """Up to so many rows one launch computes q, k and v, or gate, up and GLU: of any weights, and of
-weights so small that launches cost more than the separate schedules gain."""
+those whose tiles all run at once. A second wave costs more than separate launches do."""
 
-PAIRS, TRIPLES = 2 * 132, 3 * 132
-"""Programs that an H200 holds at a time, two or three to a multiprocessor."""
-
-MOST_FUSED_WEIGHT = 1 << 25
-"""Elements of a gate weight up to which more tiles than `TRIPLES` are fused."""
+SINGLES, PAIRS, TRIPLES = 132, 2 * 132, 3 * 132
+"""Programs that an H200 holds at a time, one to three to a multiprocessor."""
 
 _BY_NAME = by_name((*QKV, *GATE_UP, *FEW_ROWS_FP32))
 
@@ -64,13 +60,13 @@ def fuses_qkv(m: int, columns: tuple[int, ...], dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and m <= MOST_FUSED_ROWS and tiles <= PAIRS
 
 
-def fuses_gate_up(m: int, n: int, k: int, dtype: torch.dtype, tma: bool) -> bool:
-    """Whether m rows compute gate, up [n, k] and GLU in one launch."""
+def fuses_gate_up(m: int, n: int, dtype: torch.dtype, tma: bool) -> bool:
+    """Whether m rows compute gate, up and GLU in one launch; n are the columns of each weight."""
     if m <= FUSED_ROWS:
         return True
     if not tma or dtype == torch.float32 or m > MOST_FUSED_ROWS:
         return False
-    return n * k <= MOST_FUSED_WEIGHT or cdiv(m, 64) * cdiv(n, 64) <= TRIPLES
+    return cdiv(m, 64) * cdiv(n, 64) <= TRIPLES or cdiv(m, 128) * cdiv(n, 64) <= PAIRS
 
 
 def few_rows_candidates(
@@ -112,8 +108,8 @@ def pick_qkv(
         return _BY_NAME[
             "pointer-64x16x128-w4-s4" if 2 * tiles <= PAIRS else "pointer-64x32x64-w4-s6"
         ]
-    few = cdiv(m, 64) * tiles <= 200
-    return _BY_NAME["pointer-64x32x128-w4-s3" if few else "pointer-64x64x64-w4-s4"]
+    few = cdiv(m, 64) * tiles <= SINGLES
+    return _BY_NAME["pointer-64x32x64-w4-s6" if few else "pointer-64x64x64-w4-s6"]
 
 
 @picked_once
@@ -138,8 +134,10 @@ def pick_gate_up(
         # All tiles run at once, two or three to a multiprocessor.
         two = cdiv(n, 32) <= PAIRS
         return _BY_NAME["tma-64x32x128-w4-s3" if two else "tma-64x32x64-w4-s4"]
-    # With one stage less a third program fits a multiprocessor; that pays if it saves a wave.
     tiles = cdiv(m, 64) * cdiv(n, 64)
+    if m > 64 and tiles > TRIPLES:
+        return _BY_NAME["tma-128x64x64-w4-s3"]
+    # With one stage less a third program fits a multiprocessor; that pays if it saves a wave.
     fewer = cdiv(tiles, TRIPLES) < cdiv(tiles, PAIRS)
     return _BY_NAME["tma-64x64x64-w4-s3" if fewer else "tma-64x64x64-w4-s4"]
 

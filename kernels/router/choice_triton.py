@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -35,8 +37,13 @@ def _tree(x, known, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):
 def choose_kernel(
     logits_ptr, ids_ptr, weights_ptr, p_ptr, R, E,
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some rows; probabilities are stored unless weights are normalized."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)[None, :]
     inside = (row < R)[:, None] & (expert < E)  # [ROWS, BLOCK_E]
@@ -114,9 +121,11 @@ def choose_fwd(
     if rows:
         block = next_power_of_2(experts)
         schedule = schedule or pick(rows, block)
+        overlap = has_tma(logits.device)
         choose_kernel[(cdiv(rows, schedule.rows),)](
             logits, ids, weights, p, rows, experts, TOP_K=top_k, NORMALIZE=normalize,
-            ROWS=schedule.rows, BLOCK_E=block, num_warps=schedule.warps, enable_fp_fusion=False,
+            ROWS=schedule.rows, BLOCK_E=block, OVERLAP=overlap, launch_pdl=overlap,
+            num_warps=schedule.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, weights, p
 

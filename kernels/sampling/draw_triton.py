@@ -51,7 +51,8 @@ def logprobs_of(
 def integer_weights(logprobs):
     """floor(exp(logprobs) * 2**52), int64; 0 for NaN."""
     p = exp_fp32(logprobs)
-    return (tl.where(p == p, p, 0.0).to(tl.float64) * WEIGHT_UNIT).to(tl.int64)
+    # A power of two changes the exponent alone, so fp32 holds the product.
+    return (tl.where(p == p, p, 0.0) * WEIGHT_UNIT).to(tl.int64)
 
 
 @triton.jit

@@ -134,7 +134,7 @@ def _dense_forward(
     """An MLP without experts."""
     hidden, inner = config.hidden_size, config.intermediate_size
     activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
-    one_glu = fuses_gate_up(m, inner, hidden, dtype, has_tma(device))
+    one_glu = fuses_gate_up(m, inner, dtype, has_tma(device))
     if one_glu:
         yield fused_gate_up(device, m, inner, hidden, dtype, activation, calls)
     else:

@@ -10,13 +10,17 @@ from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST
 from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.rows_triton import combine_fwd
 from rl_consistency.kernels.experts.schedules import COMBINE
+from rl_consistency.kernels.glu.activation_triton import glu_fwd
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import DECODE
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.router.choice_triton import choose_fwd
 from tests.kernels.attention.compile_for_sm90 import compile_only
 
 BF16 = torch.bfloat16
@@ -27,6 +31,17 @@ BEFORE = {
     "stores": "st.global",
     "prefetches": "prefetch.global.L2",
 }
+
+
+def expert_calls(x):
+    """One call of each kernel of experts, in blocks of rows and in one."""
+    ids, first = torch.zeros(4096, 8, dtype=torch.int32), torch.zeros(129, dtype=torch.int32)
+    pairs, gate_up = ids[:16].flatten(), torch.zeros(128, 1536, 896, dtype=BF16)
+    yield lambda: choose_fwd(torch.zeros(16, 128), 8, True)
+    yield lambda: expert_pairs_op(ids, first, first, 128)
+    yield lambda: gate_up_fwd(x, gate_up, first, pairs, 8, "silu", False)
+    yield lambda: product_fwd(x, gate_up, "nt", first, pairs, 8, True)
+    yield lambda: combine_fwd(x.repeat(8, 1), ids[:16], ids[:16].float(), COMBINE[0])
 
 
 class SettledAttention(PagedAttention):
@@ -45,8 +60,8 @@ def calls():
     overlapped = next(s for s in DECODE if s.overlap)
     yield lambda: matmul_fwd(x, w, None, "nt", BF16, overlapped)
     yield lambda: rms_norm_fwd(x, x, x[0], 1e-6)
-    pairs = torch.zeros(16, 8, dtype=torch.int32)
-    yield lambda: combine_fwd(x.repeat(8, 1), pairs, pairs.float(), COMBINE[0])
+    yield lambda: glu_fwd(w, w, "silu")
+    yield from expert_calls(x)
     q, keys = (torch.zeros(256, n, 128, dtype=BF16) for n in (12, 2))
     cos, slots = torch.zeros(256, 64), torch.arange(256)
     norms = HeadNorms(q[0, 0], q[0, 0], 1e-6, 1e-6)

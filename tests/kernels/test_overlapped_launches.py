@@ -18,6 +18,11 @@ PREFETCHING = {
 """Kernels that ask for weights; in a CUDA graph decode asks for keys."""
 KERNELS = PREFETCHING | {
     "_forward_kernel",
+    "choose_kernel",
+    "count_kernel",
+    "place_kernel",
+    "gate_up_kernel",
+    "product_kernel",
     "combine_kernel",
     "paged_inputs_kernel",
     "attention_decode_kernel",
@@ -39,6 +44,14 @@ def compiled(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     return [(name, *map(int, counts)) for name, *counts in lines]
+
+
+def test_every_file_whose_launches_overlap_is_compiled(compiled):
+    root = Path(__file__).parents[2] / "kernels"
+    waiting = sum(path.read_text().count("gdc_wait()\n") for path in root.rglob("*.py"))
+    # Decode waits in one of two places, and the norm and the gated unit share a name.
+    assert waiting == len(KERNELS) + 2
+    assert [name for name, *_ in compiled].count("_forward_kernel") == 2
 
 
 def test_nothing_is_copied_or_stored_before_the_kernel_ahead_is_done(compiled):

@@ -36,7 +36,11 @@ def test_names_are_unique_and_say_everything(table):
 def test_a_table_holds_what_is_picked_and_nothing_else():
     rows = range(1, MOST_FUSED_ROWS + 1)
     assert {pick_qkv(m, BF16, c) for m, c in product(rows, (SMALL, LARGE))} == set(QKV)
-    found = {pick_gate_up(m, n, BF16, tma) for m, n, tma in product(rows, WIDTHS, (True, False))}
+    found = {
+        pick_gate_up(m, n, BF16, tma)
+        for m, n, tma in product(rows, WIDTHS, (True, False))
+        if fuses_gate_up(m, n, BF16, tma)
+    }
     assert found == set(GATE_UP)
     few = range(1, FUSED_ROWS + 1)
     assert {pick_qkv(m, FP32) for m in few} == set(FEW_ROWS_FP32)
@@ -58,20 +62,26 @@ def test_fused_picks_fit_in_shared_memory(m, dtype):
     assert all(s.kind == "pointer" for s in (*QKV, *FEW_ROWS_FP32))
 
 
-def test_few_rows_are_fused_and_more_rows_only_of_small_weights():
+def test_few_rows_are_fused_and_more_rows_where_their_tiles_run_at_once():
     for columns, dtype in product((SMALL, LARGE), (BF16, FP32)):
         assert fuses_qkv(FUSED_ROWS, columns, dtype)
     assert fuses_qkv(MOST_FUSED_ROWS, SMALL, BF16) and not fuses_qkv(257, SMALL, BF16)
     assert not fuses_qkv(MOST_FUSED_ROWS, LARGE, BF16) and not fuses_qkv(65, SMALL, FP32)
-    assert fuses_gate_up(FUSED_ROWS, 12288, 4096, FP32, tma=False)
-    assert fuses_gate_up(MOST_FUSED_ROWS, 4864, 896, BF16, tma=True)
-    assert not fuses_gate_up(257, 4864, 896, BF16, tma=True)
-    assert not fuses_gate_up(65, 4864, 896, BF16, tma=False)
-    assert fuses_gate_up(128, 12288, 4096, BF16, tma=True)
-    assert not fuses_gate_up(129, 12288, 4096, BF16, tma=True)
+    assert fuses_gate_up(FUSED_ROWS, 12288, FP32, tma=False)
+    assert fuses_gate_up(MOST_FUSED_ROWS, 4864, BF16, tma=True)
+    assert not fuses_gate_up(257, 4864, BF16, tma=True)
+    assert not fuses_gate_up(65, 4864, BF16, tma=False)
+    for m, n, fused in (
+        (128, 12288, True),
+        (129, 12288, False),
+        (128, 14336, True),
+        (256, 8192, True),
+        (256, 8960, False),
+    ):
+        assert fuses_gate_up(m, n, BF16, tma=True) == fused
 
 
-@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 256])
 @pytest.mark.parametrize("n", WIDTHS)
 def test_few_rows_of_gate_and_up_run_in_one_wave_where_that_is_possible(m, n):
     """Tiles left over for a second wave read their weights while most of the GPU waits."""
@@ -79,5 +89,6 @@ def test_few_rows_of_gate_and_up_run_in_one_wave_where_that_is_possible(m, n):
     # A stage holds a tile of x and two of weights.
     stage = (schedule.block_m + 2 * schedule.block_n) * schedule.block_k * 2
     resident = SHARED_BYTES // (schedule.stages * stage + RESERVED)
-    tiles = -(-n // schedule.block_n)
-    assert tiles <= resident * 132 or n > 12288
+    tiles = -(-n // schedule.block_n) * -(-m // schedule.block_m)
+    fused = fuses_gate_up(m, n, BF16, tma=True)
+    assert not fused or tiles <= resident * 132 or (m <= 16 and n > 12288)
