@@ -210,8 +210,17 @@ def _bar_table(bars: Mapping[str, Mapping[str, Any]]) -> list[str]:
         verdict = VERDICTS[bar["reached"], bar["complete"]]
         verdict = "not measured" if bar["figure"] is None else verdict
         target = html.escape(f"{bar['sign']} {bar['bar']:.2f}")
-        rows.append((bar["what"], shown(bar["figure"], ".2f"), target, verdict))
+        rows.append((bar["what"], _figure(bar), target, verdict))
     return markdown_table(("work", "figure", "target", "met"), rows)
+
+
+def _figure(bar: Mapping[str, Any]) -> str:
+    """A bar's figure with two digits, or with as many as keep a missed one from reading as met."""
+    digits = 2
+    if bar["figure"] is not None and not bar["reached"]:
+        while digits < 6 and float(f"{bar['figure']:.{digits}f}") == bar["bar"]:
+            digits += 1
+    return shown(bar["figure"], f".{digits}f")
 
 
 def _training(rows: Sequence[Row]) -> list[str]:

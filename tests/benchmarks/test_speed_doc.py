@@ -191,6 +191,12 @@ def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
     assert "| GRPO step against stock ops | - | &gt;= 0.97 | not measured |" in cut
 
 
+def test_a_figure_just_short_of_its_target_does_not_read_as_the_target():
+    for ratio, figure in ((1.1494, "1.149"), (1.1496, "1.1496"), (1.14996, "1.14996")):
+        assert f"lowest | {figure} | &gt;= 1.15 | **no** |" in readme_table(results(ratio=ratio))
+    assert "lowest | 1.15 | &gt;= 1.15 | yes |" in readme_table(results(ratio=1.15))
+
+
 def test_only_what_is_between_the_markers_changes():
     readme = rewritten(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new\n")
     assert readme == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
