@@ -1,6 +1,6 @@
 """A process that compiles every kernel whose launch overlaps the kernel ahead for sm_90, with no
-GPU at hand, and prints name and how often it loads, copies, stores and prefetches before it waits
-for that kernel. Nothing runs."""
+GPU at hand, and prints name, whether it waits for that kernel, and how often it loads, copies,
+stores and prefetches before. Nothing runs."""
 
 import torch
 
@@ -92,6 +92,7 @@ if __name__ == "__main__":
     for call in calls():
         call()
     for name, kernel in compiled:
-        before, found, _ = kernel.asm["ptx"].partition(WAIT)
-        if found:
-            print(name, *(before.count(instruction) for instruction in BEFORE.values()))
+        if kernel.metadata.launch_pdl:
+            before, waits, _ = kernel.asm["ptx"].partition(WAIT)
+            counts = (before.count(instruction) for instruction in BEFORE.values())
+            print(name, len(waits), *counts)
