@@ -4,9 +4,10 @@ stores and prefetches before. Nothing runs."""
 
 import torch
 
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.layout import PagedAttention, SequenceTables
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST
 from rl_consistency.kernels.attention.shared_keys import SharedRun
@@ -44,10 +45,22 @@ def expert_calls(x):
     yield lambda: combine_fwd(x.repeat(8, 1), ids[:16], ids[:16].float(), COMBINE[0])
 
 
-class SettledAttention(PagedAttention):
-    """As calls in a CUDA graph are."""
-
-    settled = True
+def layouts():
+    """256 sequences of 2,100 keys as a CUDA graph has them, and in groups of eight."""
+    blocks, slots = torch.zeros(256, 132, dtype=torch.int32), torch.zeros(256, dtype=torch.int64)
+    ones, starts = torch.ones(256, dtype=torch.int32), torch.arange(256, dtype=torch.int32)
+    cache = {"slot_mapping": slots, "key_cache": [], "value_cache": [], "block_size": 16}
+    numbers = SequenceTables(starts, ones, 2100 * ones, blocks)
+    captured = CapturedPagedAttention.of(numbers, queries=1, capacity=2100, **cache)
+    grouped = PagedAttention(
+        query_starts=range(256),
+        query_lens=[1] * 256,
+        context_lens=[2100] * 256,
+        block_tables=blocks.tolist(),
+        shared_runs=[SharedRun(8 * i, 8, 2048) for i in range(32)],
+        **cache,
+    )
+    return captured, grouped
 
 
 def calls():
@@ -68,23 +81,10 @@ def calls():
     cache = torch.zeros(32, 16, 2, 128, dtype=BF16)
     yield lambda: paged_inputs_fwd(q, keys, keys, cos, cos, norms, cache, cache, slots)
     flat = torch.zeros(132 * 16, 2, 128, dtype=BF16)
-    for layout, runs in (
-        (SettledAttention, ()),
-        (PagedAttention, [SharedRun(8 * i, 8, 2048) for i in range(32)]),
-    ):
-        paged = layout(
-            query_starts=range(256),
-            query_lens=[1] * 256,
-            context_lens=[2100] * 256,
-            block_tables=[list(range(132))] * 256,
-            slot_mapping=torch.zeros(256, dtype=torch.int64),
-            key_cache=[],
-            value_cache=[],
-            block_size=16,
-            shared_runs=runs,
-        )
-        plan = {} if runs else {"schedule": DECODE_LAST, "cut": Cut(3, 1200)}
-        yield lambda paged=paged, plan=plan: attention_fwd(q, flat, flat, paged, 0.1, None, **plan)
+    captured, grouped = layouts()
+    plan = {"schedule": DECODE_LAST, "cut": Cut(3, 1200)}
+    yield lambda: attention_fwd(q, flat, flat, captured, 0.1, None, **plan)
+    yield lambda: attention_fwd(q, flat, flat, grouped, 0.1, None)
 
 
 if __name__ == "__main__":
