@@ -3,7 +3,11 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from multiprocessing import active_children
+from pathlib import Path
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -49,6 +53,47 @@ def test_a_run_whose_process_ends_is_an_error_and_the_others_go_on():
     assert killed.failure == "process 1 terminated with signal SIGKILL"
     assert raised.failure == "KeyError: 'no such mutant'"
     assert seen == [first, killed, raised, last] and not active_children()
+
+
+KILLED = """
+import os, signal
+from multiprocessing import active_children
+from rl_consistency.verify.world.cells import Cell
+from rl_consistency.verify.world.processes import run_cells
+
+def end(outcome):
+    print(*(child.pid for child in active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+cell = Cell(dtype="float32", strategy="replicated", micro_batch=4, world_size=2)
+run_cells([cell] * 50, steps=1, on_outcome=end)
+"""
+
+
+def is_running(pid):
+    """Whether a process is there and not just waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_processes_of_a_table_end_with_the_program_that_was_killed(tmp_path):
+    """They would train what is left of the table, and hold their GPUs."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    # To a file: a pipe would stay open for as long as a process that was left behind.
+    with (tmp_path / "pids").open("w") as file:
+        killed = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=file)
+    assert killed.returncode == -signal.SIGKILL
+    children = (tmp_path / "pids").read_text().split()
+    assert len(children) == 2
+    end = time.monotonic() + 10
+    while any(map(is_running, children)) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in children if is_running(pid)]
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert left == []
 
 
 def test_a_process_that_ends_badly_after_its_last_cell_has_given_its_outcome(monkeypatch):
