@@ -31,7 +31,8 @@ class CapturedPagedAttention(PagedAttention):
     exact: ClassVar[bool] = False
     settled: ClassVar[bool] = True
     numbers: SequenceTables
-    """Lengths, block tables and shared keys of the next run, within the host's bounds."""
+    """Lengths, block tables and shared keys of the next run, within the host's bounds. They are
+    written before the run starts: attention reads them ahead of its turn (`settled`)."""
 
     @classmethod
     def of(
