@@ -32,7 +32,7 @@ class CapturedPagedAttention(PagedAttention):
     settled: ClassVar[bool] = True
     numbers: SequenceTables
     """Lengths, block tables and shared keys of the next run, within the host's bounds. They are
-    written before the run starts: attention reads them ahead of its turn (`settled`)."""
+    written before its first layer: attention reads them ahead of its turn (`settled`)."""
 
     @classmethod
     def of(

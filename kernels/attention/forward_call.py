@@ -32,7 +32,7 @@ class ForwardCall:
     stored: int  # rows that a tile writes where programs share its key blocks
     reach: int  # the window as kernels take it
     windowed: bool
-    settled: bool  # tables and numbers were written before the kernel ahead of the launch began
+    settled: bool  # as the layout says of its tables and numbers
     factor: float  # scale of the scores in log2 units
 
     @cached_property

@@ -94,8 +94,9 @@ class AttentionLayout:
     exact: ClassVar[bool] = True
     """Whether the lengths are those of the call, not just bounds of them."""
     settled: ClassVar[bool] = False
-    """Whether lengths and tables are on the device before a forward pass starts its first kernel.
-    Attention then reads them while the kernel ahead, which writes keys, still runs."""
+    """Whether lengths and tables are written before a pass's first layer, and a launch that does
+    not overlap follows. Attention then reads them while the kernel ahead, which writes keys, runs.
+    Lists of tiles are copied to the device in the first pass: no launch overlaps a copy."""
     query_starts: Sequence[int]
     """Row of the call's [T, ...] tensors where each sequence's queries begin."""
     query_lens: Sequence[int]

@@ -132,7 +132,7 @@ DECODE = (
     *(DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD),
 )
 """Rings for long tiles that programs share, for other tiles, for narrow heads with at most one tile
-per multiprocessor, and for heads up to 80 of which programs share some and fill it more than
+per multiprocessor, and for heads up to 80 where programs share tiles and fill the device more than
 twice; then the schedules of calls that no ring admits."""
 
 SHARED_LOW = Schedule(rows=16, warps=4, stages=1, ring=3)

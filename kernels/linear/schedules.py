@@ -43,8 +43,9 @@ FEW_ROWS_FP32 = table_of(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP
 """Schedules of both fused products in fp32."""
 
 FUSED_ROWS, MOST_FUSED_ROWS = 64, 256
-"""Up to so many rows one launch computes q, k and v, or gate, up and GLU: of any weights, and of
-those whose tiles all run at once. A second wave costs more than separate launches do."""
+"""Rows up to which one launch computes q, k and v, or gate, up and GLU. The first are for all
+weights, the second for those whose tiles all run at once: a second wave costs more than separate
+launches do."""
 
 SINGLES, PAIRS, TRIPLES = 132, 2 * 132, 3 * 132
 """Programs that an H200 holds at a time, one to three to a multiprocessor."""

@@ -1,6 +1,6 @@
 """A process that compiles every kernel whose launch overlaps the kernel ahead for sm_90, with no
 GPU at hand, and prints name, whether it waits for that kernel, and how often it loads, copies,
-stores and prefetches before. Nothing runs."""
+writes, prefetches and lets the next kernel start before. Nothing runs."""
 
 import torch
 
@@ -10,7 +10,7 @@ from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PagedAttention, SequenceTables
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST
-from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.rows_triton import combine_fwd
@@ -27,10 +27,11 @@ from tests.kernels.attention.compile_for_sm90 import compile_only
 BF16 = torch.bfloat16
 WAIT = "griddepcontrol.wait"
 BEFORE = {
-    "loads": "ld.global",
-    "copies": "cp.async",
-    "stores": "st.global",
-    "prefetches": "prefetch.global.L2",
+    "loads": ("ld.global",),
+    "copies": ("cp.async",),
+    "writes": ("st.global", "atom.", "red."),
+    "prefetches": ("prefetch.global.L2",),
+    "releases": ("griddepcontrol.launch_dependents",),
 }
 
 
@@ -46,21 +47,29 @@ def expert_calls(x):
 
 
 def layouts():
-    """256 sequences of 2,100 keys as a CUDA graph has them, and in groups of eight."""
+    """256 sequences of 2,100 keys as a CUDA graph has them, alone and in groups of eight; and
+    groups as an eager call has them."""
     blocks, slots = torch.zeros(256, 132, dtype=torch.int32), torch.zeros(256, dtype=torch.int64)
     ones, starts = torch.ones(256, dtype=torch.int32), torch.arange(256, dtype=torch.int32)
     cache = {"slot_mapping": slots, "key_cache": [], "value_cache": [], "block_size": 16}
-    numbers = SequenceTables(starts, ones, 2100 * ones, blocks)
-    captured = CapturedPagedAttention.of(numbers, queries=1, capacity=2100, **cache)
+    runs = [SharedRun(8 * i, 8, 2048) for i in range(32)]
+    shared = SharedTables(torch.zeros(32, 3, dtype=torch.int32), 2048 * ones)
+    captured = [
+        CapturedPagedAttention.of(
+            SequenceTables(starts, ones, 2100 * ones, blocks, found),
+            queries=1, capacity=2100, **cache,
+        )
+        for found in (None, shared)
+    ]  # fmt: skip
     grouped = PagedAttention(
         query_starts=range(256),
         query_lens=[1] * 256,
         context_lens=[2100] * 256,
         block_tables=blocks.tolist(),
-        shared_runs=[SharedRun(8 * i, 8, 2048) for i in range(32)],
+        shared_runs=runs,
         **cache,
     )
-    return captured, grouped
+    return *captured, grouped
 
 
 def calls():
@@ -81,9 +90,11 @@ def calls():
     cache = torch.zeros(32, 16, 2, 128, dtype=BF16)
     yield lambda: paged_inputs_fwd(q, keys, keys, cos, cos, norms, cache, cache, slots)
     flat = torch.zeros(132 * 16, 2, 128, dtype=BF16)
-    captured, grouped = layouts()
+    alone, shared, grouped = layouts()
     plan = {"schedule": DECODE_LAST, "cut": Cut(3, 1200)}
-    yield lambda: attention_fwd(q, flat, flat, captured, 0.1, None, **plan)
+    yield lambda: attention_fwd(q, flat, flat, alone, 0.1, None, **plan)
+    yield lambda: attention_fwd(q[..., :80], flat[..., :80], flat[..., :80], alone, 0.1, 512)
+    yield lambda: attention_fwd(q, flat, flat, shared, 0.1, None)
     yield lambda: attention_fwd(q, flat, flat, grouped, 0.1, None)
 
 
@@ -94,5 +105,5 @@ if __name__ == "__main__":
     for name, kernel in compiled:
         if kernel.metadata.launch_pdl:
             before, waits, _ = kernel.asm["ptx"].partition(WAIT)
-            counts = (before.count(instruction) for instruction in BEFORE.values())
+            counts = (sum(map(before.count, named)) for named in BEFORE.values())
             print(name, len(waits), *counts)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kernels import compile_overlapped
 
+ROOT = Path(__file__).parents[2]
 PREFETCHING = {
     "qkv_kernel",
     "gate_up_glu_tma_kernel",
@@ -32,11 +33,11 @@ KERNELS = PREFETCHING | {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """(name, loads, copies, stores, prefetches) before a kernel waits, of each kernel; all wait."""
+    """Of each kernel its name, and how often it does what `BEFORE` lists before it waits."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", compile_overlapped.__name__],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
         capture_output=True,
         text=True,
@@ -48,26 +49,39 @@ def compiled(tmp_path_factory):
 
 
 def test_every_file_whose_launches_overlap_is_compiled(compiled):
-    root = Path(__file__).parents[2] / "kernels"
-    waiting = sum(path.read_text().count("gdc_wait()\n") for path in root.rglob("*.py"))
+    sources = [path.read_text() for path in (ROOT / "kernels").rglob("*.py")]
+    waiting = sum(source.count("gdc_wait()\n") for source in sources)
+    assert all("gdc_wait()\n" in source for source in sources if "launch_pdl" in source)
     # Decode waits in one of two places, and the norm and the gated unit share a name.
     assert waiting == len(KERNELS) + 2
     assert [name for name, *_ in compiled].count("_forward_kernel") == 2
 
 
-def test_nothing_is_copied_or_stored_before_the_kernel_ahead_is_done(compiled):
+def test_launches_that_do_not_overlap_lie_between_tables_and_layers():
+    """They are done before any kernel of a layer starts, and so is what was launched before."""
+    first = "embedding/gather_triton.py", "attention/cache_write_triton.py"
+    assert not any("launch_pdl" in (ROOT / "kernels" / file).read_text() for file in first)
+
+
+def test_nothing_is_copied_or_written_before_the_kernel_ahead_is_done(compiled):
     assert {name for name, *_ in compiled} == KERNELS
-    for name, _, copies, stores, _ in compiled:
-        assert (copies, stores) == (0, 0), name
+    for name, _, copies, writes, *_ in compiled:
+        assert (copies, writes) == (0, 0), name
+
+
+def test_all_but_one_let_the_next_kernel_start_only_after_their_own_wait(compiled):
+    """Else attention could read tables while a kernel still runs that writes them."""
+    assert {name for name, *_, releases in compiled if releases} == {"tma_kernel"}
 
 
 def test_only_decode_in_a_graph_reads_before_that_and_only_tables(compiled):
     early = [(name, loads) for name, loads, *_ in compiled if loads]
-    # The tile's two numbers, three of its sequence, and the blocks of two steps of keys.
-    assert early == [("attention_decode_kernel", 7)]
+    # The tile's two numbers, three of its sequence, and the blocks of two steps of keys; with
+    # groups the keys that a sequence shares.
+    assert early == [("attention_decode_kernel", loads) for loads in (7, 7, 8)]
 
 
 def test_weights_and_keys_are_asked_for_before_that(compiled):
-    asking = [name for name, *_, prefetches in compiled if prefetches]
+    asking = [name for name, *_, prefetches, _ in compiled if prefetches]
     assert set(asking) == PREFETCHING | {"attention_decode_kernel"}
-    assert asking.count("attention_decode_kernel") == 1
+    assert asking.count("attention_decode_kernel") == 3

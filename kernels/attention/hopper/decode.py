@@ -201,8 +201,8 @@ def attention_decode_kernel(
     of a divided one is written to block_m, block_lanes and block_acc instead. With SHARED the fold
     goes on from the sums of the blocks that lie within the sequence's first shared_keys keys.
     """
-    # The launch overlaps the end of the kernel ahead. What that one may write is not read before it
-    # is done, and the next kernel starts no sooner.
+    # The launch overlaps the end of the kernel ahead. Tables that this may still write are read
+    # once it is done, and the next kernel starts no sooner.
     if not SETTLED:
         gdc_wait()
         gdc_launch_dependents()
@@ -269,7 +269,7 @@ def attention_decode_kernel(
         sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, PARTS[0][1], DIM, KV_HEADS,
         GROUP, SHARED and WHOLE, lane_layout, S,
     )  # fmt: skip
-    # Keys that sequences share are read once for heads of one part alone.
+    # Only heads of one part, of 64 or 128 columns, read keys once that sequences share.
     acc = (acc,)
     for j in gl.static_range(1, len(PARTS)):
         acc = acc + (gl.full([ROWS, PARTS[j][1]], 0.0, gl.float32, S),)
@@ -374,9 +374,8 @@ def attention_decode_fwd(
         call.block_table.shape[1], call.most_blocks, cut.whole, divided, *call.operand_strides,
         *call.result_strides, KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored,
         KEYS=call.keys, HEAD_DIM=call.head_dim, DIM=hopper_columns(call.head_dim), FOLDED=call.dim,
-        BLOCK=call.block_size,
-        WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0,
-        SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
+        BLOCK=call.block_size, WINDOWED=call.windowed, SHARED=sums is not None,
+        WHOLE=cut.whole > 0, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
         FLOATS=floats_for(schedule.resident), SETTLED=call.settled,
         num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, **OPTIONS,

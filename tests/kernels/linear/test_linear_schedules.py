@@ -47,6 +47,11 @@ def test_a_table_holds_what_is_picked_and_nothing_else():
     assert {pick_gate_up(m, 1024, FP32, True) for m in few} == set(FEW_ROWS_FP32)
 
 
+def gate_up_stage(schedule, size):
+    """Bytes of a stage of gate and up: a tile of x and two of weights."""
+    return (schedule.block_m + 2 * schedule.block_n) * schedule.block_k * size
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("m", [1, 16, 17, 33, 64, 100, 256])
 def test_fused_picks_fit_in_shared_memory(m, dtype):
@@ -56,7 +61,7 @@ def test_fused_picks_fit_in_shared_memory(m, dtype):
     for n in WIDTHS:
         by_pointer = pick_gate_up(m, n, dtype, False)
         assert by_pointer.kind == "pointer"
-        assert by_pointer.shared_bytes(size, size) <= SMALLEST_SHARED
+        assert by_pointer.stages * gate_up_stage(by_pointer, size) + RESERVED <= SMALLEST_SHARED
         described = dtype == BF16 and m > 16
         assert pick_gate_up(m, n, dtype, True).kind == ("tma" if described else "pointer")
     assert all(s.kind == "pointer" for s in (*QKV, *FEW_ROWS_FP32))
@@ -81,14 +86,13 @@ def test_few_rows_are_fused_and_more_rows_where_their_tiles_run_at_once():
         assert fuses_gate_up(m, n, BF16, tma=True) == fused
 
 
-@pytest.mark.parametrize("m", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("n", WIDTHS)
-def test_few_rows_of_gate_and_up_run_in_one_wave_where_that_is_possible(m, n):
+def test_fused_tiles_of_gate_and_up_run_at_once(m, n):
     """Tiles left over for a second wave read their weights while most of the GPU waits."""
     schedule = pick_gate_up(m, n, BF16, True)
-    # A stage holds a tile of x and two of weights.
-    stage = (schedule.block_m + 2 * schedule.block_n) * schedule.block_k * 2
-    resident = SHARED_BYTES // (schedule.stages * stage + RESERVED)
+    # Triton keeps one stage less than it is given.
+    held = (schedule.stages - 1) * gate_up_stage(schedule, 2)
+    resident = SHARED_BYTES // (held + RESERVED)
     tiles = -(-n // schedule.block_n) * -(-m // schedule.block_m)
-    fused = fuses_gate_up(m, n, BF16, tma=True)
-    assert not fused or tiles <= resident * 132 or (m <= 16 and n > 12288)
+    assert not fuses_gate_up(m, n, BF16, tma=True) or tiles <= resident * 132
