@@ -30,7 +30,7 @@ def ask(ptr, first, num_rows, num_columns, stride, ROWS: tl.constexpr, COLUMNS: 
 
 
 @pytest.mark.parametrize("first", [0, 16, 32])
-@pytest.mark.parametrize("shape, columns", [((40, 320), 128), ((40, 100), 128), ((20, 640), 512)])
+@pytest.mark.parametrize("shape, columns", [((40, 320), 128), ((40, 60), 128), ((20, 640), 512)])
 def test_lines_of_a_tile_are_asked_for_and_none_outside_the_weight(
     first, shape, columns, monkeypatch
 ):
