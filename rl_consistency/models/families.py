@@ -133,10 +133,14 @@ def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
     return vars(cls).get(STOCK_CLASS, cls)
 
 
+WITHOUT_WINDOW = ("llama", "olmoe")
+"""Families whose forward reads no window; see `routing_problems`."""
+
+
 def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
     """Sliding window of one attention layer, or None."""
-    if config.model_type in ("llama", "olmoe"):
-        return None  # their forward reads no such attribute; see `routing_problems`
+    if config.model_type in WITHOUT_WINDOW:
+        return None
     holder = config if config.model_type in ("mistral", "mixtral") else attention
     return getattr(holder, "sliding_window", None)
 
@@ -165,6 +169,9 @@ def check_config(config: PreTrainedConfig) -> None:
     layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
     if types is not None and len(types) < layers:
         problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in WITHOUT_WINDOW and window is not None and window < 1:
+        problems.append(f"sliding_window={window} (covered: 1 or more, or null)")
     heads: int = max(config.num_attention_heads, 1)
     if (kv_heads := config.num_key_value_heads) > 0 and heads % kv_heads:
         found = f"num_attention_heads={heads} for num_key_value_heads={kv_heads}"
@@ -192,10 +199,14 @@ _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attenti
 """Functions of a modeling file that its forward calls."""
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 """Functions of transformers' masks that a modeling file may import."""
+_OF_FUNCTIONAL = (
+    *("linear", "silu", "gelu", "softmax", "embedding", "one_hot", "grouped_mm"),
+    "scaled_dot_product_attention",
+)
+_OF_TORCH = ("matmul", "bmm", "mm", "rsqrt", "pow", "tanh", "topk", "cat")
 _TORCH: Mapping[str, tuple[Any, Any]] = {
-    **{name: (F, getattr(F, name)) for name in ("linear", "silu", "softmax", "embedding")},
-    "scaled_dot_product_attention": (F, F.scaled_dot_product_attention),
-    "matmul": (torch, torch.matmul),
+    **{name: (F, getattr(F, name)) for name in _OF_FUNCTIONAL},
+    **{name: (torch, getattr(torch, name)) for name in _OF_TORCH},
 }
 """Functions of torch that stock forwards call: their module, and what they were at import."""
 

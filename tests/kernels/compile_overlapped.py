@@ -40,7 +40,7 @@ def expert_calls(x):
     ids, first = torch.zeros(4096, 8, dtype=torch.int32), torch.zeros(129, dtype=torch.int32)
     pairs, gate_up = ids[:16].flatten(), torch.zeros(128, 1536, 896, dtype=BF16)
     yield lambda: choose_fwd(torch.zeros(16, 128), 8, True)
-    yield lambda: expert_pairs_op(ids, first, first, 128)
+    yield lambda: expert_pairs_op(ids, first, first, 8)
     yield lambda: gate_up_fwd(x, gate_up, first, pairs, 8, "silu", False)
     yield lambda: product_fwd(x, gate_up, "nt", first, pairs, 8, True)
     yield lambda: combine_fwd(x.repeat(8, 1), ids[:16], ids[:16].float(), COMBINE[0])

@@ -120,6 +120,18 @@ def test_an_attribute_read_as_a_window_gives_another_number(monkeypatch):
         assert (model(input_ids=ids).logits - right).abs().max() > 1
 
 
+@pytest.mark.parametrize("window", [0, -4])
+@pytest.mark.parametrize("preset", ["tiny-mistral", "tiny-mixtral", "tiny-qwen3"])
+def test_a_window_that_is_not_positive_is_named_where_a_forward_reads_it(preset, window):
+    config = preset_config(preset)
+    config.sliding_window = window
+    with pytest.raises(UnsupportedModelError, match=f"sliding_window={window} .covered: 1 or more"):
+        families.check_config(config)
+    config = preset_config("tiny-llama")
+    config.sliding_window = window
+    families.check_config(config)
+
+
 @pytest.mark.parametrize("size", [0, -64])
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe"])
 @pytest.mark.parametrize("name", families.SIZES)

@@ -1,10 +1,14 @@
 """Code that a stock forward reads and another library replaced is refused by name, before a patch
 and under a live one."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import activations
 from transformers.activations import ACT2FN
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.deprecation import deprecate_kwarg
@@ -14,6 +18,11 @@ from rl_consistency.models.families import UnsupportedModelError, modeling
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset, preset_config
+
+PRESETS = (
+    *("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"),
+    *("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"),
+)
 
 
 def own(*given, **named):
@@ -47,6 +56,13 @@ REPLACED = {
     ),
     "sdpa": (of_torch("scaled_dot_product_attention"), "dot_product_attention was replaced"),
     "matmul": (of_torch("matmul", torch), "torch.matmul was replaced"),
+    "gelu": (of_torch("gelu"), "torch.nn.functional.gelu was replaced"),
+    "one_hot": (of_torch("one_hot"), "torch.nn.functional.one_hot was replaced"),
+    "topk": (of_torch("topk", torch), "torch.topk was replaced"),
+    "tanh": (of_torch("tanh", torch), "torch.tanh was replaced"),
+    "pow": (of_torch("pow", torch), "torch.pow was replaced"),
+    "rsqrt": (of_torch("rsqrt", torch), "torch.rsqrt was replaced"),
+    "cat": (of_torch("cat", torch), "torch.cat was replaced"),
     "mask": (
         of_masks("create_causal_mask"),
         "create_causal_mask was replaced by",
@@ -75,6 +91,25 @@ def test_a_function_that_was_replaced_before_the_import_is_refused(monkeypatch):
     monkeypatch.setitem(families._TORCH, "linear", (F, own))
     with pytest.raises(UnsupportedModelError, match="torch.nn.functional.linear was replaced by"):
         patch(build_preset("tiny-qwen3"))
+
+
+UNWATCHED = {
+    *("arange", "empty", "empty_like", "ones", "tensor", "zeros", "zeros_like", "no_grad"),
+    # Where tokens of an expert are, and how many.
+    *("where", "greater", "histc"),
+    # The balance loss, dropout, and activations that are not covered.
+    *("repeat_interleave", "sum", "min", "dropout", "clip", "erf", "expm1", "log"),
+    *("relu", "sigmoid", "softplus", "square"),
+}
+"""Functions that these files call and that no covered forward takes a value from."""
+
+
+def test_all_functions_of_torch_are_watched_that_covered_forwards_take_values_from():
+    called = set()
+    for module in (activations, *map(modeling, map(preset_config, PRESETS))):
+        text = Path(module.__file__).read_text()
+        called |= set(re.findall(r"\b(?:torch|F|nn\.functional)\.([a-z_0-9]+)\(", text))
+    assert {"topk", "tanh"} <= called and called - set(families._TORCH) <= UNWATCHED
 
 
 class Doubled(nn.Linear):
