@@ -8,9 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.models.patch import patch
 from rl_consistency.trainers import policy as policy_module
 from rl_consistency.trainers.config.policy_sections import (
+    HEAD_STEP,
+    WIDEST_HEAD,
     BuildSection,
     PolicySection,
     TokenizerSection,
@@ -28,8 +31,8 @@ SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
 BYTE, AUTO = TokenizerSection(kind="byte"), TokenizerSection(kind="auto")
@@ -68,7 +71,8 @@ def edit_config(directory, **changes):
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_built_policy_has_the_recipe_s_shape(architecture):
-    policy = PolicySection(build=sizes(architecture, head_dim=16, rope_theta=5e4))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    policy = PolicySection(build=sizes(architecture, rope_theta=5e4, **heads))
     model, tokenizer = load_policy(policy, BYTE, seed=0)
     attention = model.model.layers[0].self_attn
     assert type(model).__name__.lower() == f"{architecture}forcausallm"
@@ -298,9 +302,16 @@ def test_a_negative_rms_norm_eps_is_refused_by_its_key(copy, eps):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 
+@pytest.mark.parametrize("hidden_size", [16, 48, 544])
+def test_a_recipe_is_refused_whose_heads_attention_does_not_take(hidden_size):
+    with pytest.raises(ValueError, match="heads no width that is a multiple of 16 up to 256"):
+        sizes(hidden_size=hidden_size)
+    assert (HEAD_STEP, WIDEST_HEAD) == (HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+
+
 def test_sizes_that_no_machine_holds_are_refused():
     with pytest.raises(PolicyError, match=r"policy\.build: .*: choose smaller sizes"):
-        load_policy(PolicySection(build=sizes(hidden_size=10**12)), BYTE, seed=0)
+        load_policy(PolicySection(build=sizes(hidden_size=10**12, head_dim=16)), BYTE, seed=0)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

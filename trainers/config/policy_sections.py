@@ -18,6 +18,8 @@ from rl_consistency.trainers.config.section import (
 
 SPARSE = ("qwen3_moe", "olmoe", "mixtral")
 """Families whose layers are mixtures of experts."""
+HEAD_STEP, WIDEST_HEAD = 16, 256
+"""Widths of heads that attention takes."""
 
 
 class ExpertsSection(Section):
@@ -50,8 +52,10 @@ class BuildSection(Section):
     """Number of query heads."""
     num_key_value_heads: Count
     """Number of key/value heads; divides num_attention_heads."""
-    head_dim: Annotated[Int, Field(ge=2, multiple_of=2)] | None = None
-    """Width of one head, even; null = hidden_size / num_attention_heads."""
+    head_dim: Annotated[Int, Field(ge=HEAD_STEP, le=WIDEST_HEAD, multiple_of=HEAD_STEP)] | None = (
+        None
+    )
+    """Width of one head, a multiple of 16 up to 256; null = hidden_size / num_attention_heads."""
     max_position_embeddings: Count = 512
     """Longest sequence, prompt and completion together, in tokens."""
     rope_theta: Positive = 10_000.0
@@ -68,8 +72,11 @@ class BuildSection(Section):
             raise ValueError(
                 f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
             )
-        if self.head_dim is None and size % (2 * heads):
-            raise ValueError(f"hidden_size {size} gives {heads} heads no even width: set head_dim")
+        if self.head_dim is None and (size % (HEAD_STEP * heads) or size > WIDEST_HEAD * heads):
+            raise ValueError(
+                f"hidden_size {size} gives {heads} heads no width that is a multiple of "
+                f"{HEAD_STEP} up to {WIDEST_HEAD}: set head_dim"
+            )
         if self.architecture == "olmoe" and self.head_dim not in (None, size // heads):
             raise ValueError("olmoe norms whole projections: leave head_dim out")
         return self

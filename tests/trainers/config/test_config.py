@@ -173,7 +173,7 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         ("policy.path=somewhere", "policy: exactly one of path, hub, build is needed, got path, "),
         ("policy.build=null", "policy: exactly one of path, hub, build is needed, got none"),
         ("policy.build.num_key_value_heads=3", "no multiple of num_key_value_heads 3"),
-        ("policy.build.head_dim=15", "policy.build.head_dim: "),
+        ("policy.build.head_dim=24", "head_dim: Input should be a multiple of 16"),
         ("data.path=x.jsonl", "data: exactly one of task, path is needed, got task, path"),
         ("data.eval_path=x.jsonl", "eval_path goes with path"),
         ("data.prompt_template=hello", "must contain {prompt}"),
