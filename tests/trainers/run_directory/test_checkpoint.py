@@ -198,7 +198,7 @@ def test_another_fingerprint_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        {"hidden_size": 48},
+        {"hidden_size": 64},
         {"num_hidden_layers": 1},
         {"architecture": "llama"},
         {"tie_word_embeddings": False},
