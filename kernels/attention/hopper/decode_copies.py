@@ -49,8 +49,10 @@ def _copy_part(
 
 @gluon.jit
 def prefetch_keys(base, entries, start, stride_row, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Ask for the keys or values from `start` in the L2 cache, `entries` [KEYS] saying where they
-    lie. Past a sequence's end that is block 0, whose rows nobody needs."""
+    """Ask for the keys or values from `start` in the L2 cache.
+
+    `entries` [KEYS] say where they lie. A key past the sequence's end is asked for in block 0.
+    """
     ELEMENTS: gl.constexpr = LINE * 8 // base.dtype.element_ty.primitive_bitwidth
     key = start + gl.arange(0, entries.shape[0], layout=entries.type.layout)
     row = entries.to(gl.int64) * BLOCK + key % BLOCK
