@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.experts import library
+from rl_consistency.kernels.experts.few_rows_triton import expert_few_rows_op
 from rl_consistency.kernels.experts.fold_triton import expert_fold_op
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import (
@@ -29,7 +30,8 @@ from rl_consistency.kernels.experts.rows_triton import (
     gather_pairs,
 )
 from rl_consistency.kernels.experts.runs_triton import Runs, find_runs
-from rl_consistency.kernels.experts.winner_audit import audit_winner
+from rl_consistency.kernels.experts.schedules import pick_few
+from rl_consistency.kernels.experts.winner_audit import audit_few_winner, audit_winner
 
 
 @dataclass(eq=False)
@@ -62,14 +64,21 @@ def experts_fwd(
     layout: AttentionLayout,
     activation: str,
     recorded: bool,
-) -> tuple[Tensor, Tensor, RoutedRows]:
-    """y [R, H]; gate and up of each pair; the pairs.
+) -> tuple[Tensor, Tensor, RoutedRows | None]:
+    """y [R, H]; gate and up of each pair; the pairs, for the backward pass.
 
-    Gate and up are empty unless they are `recorded` or the library computed them.
+    Gate and up are empty unless they are `recorded` or the library computed them. Few rows that are
+    not recorded have no pairs.
     """
     numbers = layout.tables(x.device)
     starts, lens = numbers.query_start, numbers.tokens
-    experts = len(gate_up)
+    experts, hidden, width = down.shape
+    sizes = expert_ids.shape[1], experts, hidden, width
+    if not recorded and len(x) and pick_few(len(x), *sizes, x.dtype, x.device) is not None:
+        few = x, expert_ids, weights, gate_up, down, starts, lens, activation
+        y = expert_few_rows_op(*few)
+        audit_few_winner(*few, y)
+        return y, x.new_empty((0, 2 * width)), None
     pairs, places, first = expert_pairs_op(expert_ids, starts, lens, experts)
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
     if x.shape[0] == 0:

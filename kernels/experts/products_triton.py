@@ -116,14 +116,15 @@ def product_kernel(
 
 @triton.jit
 def gate_up_tile(
-    x_ptr, w_ptr, w_desc, y_ptr, packed_ptr, pairs_ptr, expert, start, stop, tile_n, N, K,
-    stride_x, stride_we, stride_wn, stride_wk,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, PACKED: tl.constexpr,
+    x_ptr, w_ptr, w_desc, y_ptr, packed_ptr, row, expert, start, stop, tile_n, N, K,
+    stride_x, stride_we, stride_wn, stride_wk, ACTIVATION: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the gated activation, from one tile of each product; PACKED stores these too."""
+    """One tile of the gated activation, from one tile of each product; PACKED stores these too.
+
+    `row` [BLOCK_M] says which rows of x those of the tile are.
+    """
     place = start + tl.arange(0, BLOCK_M)
-    row = operand_rows(place, stop, pairs_ptr, TOP_K, True)
     present = (place < stop)[:, None]
     column = tile_n * BLOCK_N
     gate = no_steps(BLOCK_M, BLOCK_N, x_ptr.dtype.element_ty)
@@ -172,16 +173,18 @@ def gate_up_kernel(
     expert, start, stop = expert_tile(tile_m, first_ptr, E, BLOCK_M, TALL_M, BLOCK_E)
     if expert < E:
         if takes_short(start, stop, BLOCK_M, TALL_M):
+            row = operand_rows(start + tl.arange(0, BLOCK_M), stop, pairs_ptr, TOP_K, True)
             gate_up_tile(
-                x_ptr, w_ptr, w_desc, y_ptr, packed_ptr, pairs_ptr, expert, start, stop, tile_n,
-                N, K, stride_x, stride_we, stride_wn, stride_wk, TOP_K, ACTIVATION, PACKED,
+                x_ptr, w_ptr, w_desc, y_ptr, packed_ptr, row, expert, start, stop, tile_n,
+                N, K, stride_x, stride_we, stride_wn, stride_wk, ACTIVATION, PACKED,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif TALL_M > BLOCK_M and tile_n * TALL_N < N:
+            tall_row = operand_rows(start + tl.arange(0, TALL_M), stop, pairs_ptr, TOP_K, True)
             gate_up_tile(
-                x_ptr, w_ptr, tall_w_desc, y_ptr, packed_ptr, pairs_ptr, expert, start, stop,
-                tile_n, N, K, stride_x, stride_we, stride_wn, stride_wk, TOP_K, ACTIVATION,
-                PACKED, TALL_M, TALL_N, TALL_K, TALL_STAGES,
+                x_ptr, w_ptr, tall_w_desc, y_ptr, packed_ptr, tall_row, expert, start, stop,
+                tile_n, N, K, stride_x, stride_we, stride_wn, stride_wk, ACTIVATION, PACKED,
+                TALL_M, TALL_N, TALL_K, TALL_STAGES,
             )  # fmt: skip
 
 

@@ -114,6 +114,46 @@ PRODUCTS_FP32 = _table(
 )
 """Schedules of products, and of gate and up, in fp32."""
 
+
+@dataclass(frozen=True)
+class FewSchedule:
+    """How both kernels of `few_rows_triton` are cut into programs; it changes no bit."""
+
+    gate_up: Schedule
+    down: Schedule
+    """The columns of its tile are shared by the experts of a row."""
+
+    @classmethod
+    def named(cls, name: str) -> FewSchedule:
+        """The schedule of a name: those of both kernels with a `+` between them."""
+        return cls(*map(Schedule.named, name.split("+")))
+
+    @property
+    def name(self) -> str:
+        """What `named` reads."""
+        return f"{self.gate_up.name}+{self.down.name}"
+
+
+FEW = tuple(
+    FewSchedule.named(name)
+    for name in (
+        "pointer-16x32x128-w4-s5+pointer-16x128x128-w4-s4",
+        "pointer-16x16x128-w4-s5+pointer-16x128x64-w4-s6",
+        "pointer-16x32x64-w4-s6+pointer-16x64x128-w4-s5",
+    )
+)
+"""Schedules for bf16 and fp16; the first one is what a call gets that `tune` has not timed."""
+
+BY_PAIRS = "by-pairs"
+"""The candidate of a `few_work` that finds pairs first, as calls of more rows do."""
+
+MOST_FEW = 2
+"""Rows up to which each row reads the weights of its experts alone. With more, experts that rows
+share would be read again."""
+
+MOST_SLOTS = 16
+"""Experts of a row, at most, for which there are kernels of few rows."""
+
 BLOCK_STEPS = 64
 """Steps of a run that a program loads at once, at most."""
 
@@ -221,6 +261,29 @@ def pick_product(
     own = tuple(s for s in own if s.kind == "tma") or own
     mean = cdiv(pairs, experts)
     return next((s for s in own if s.mean >= mean), own[-1])
+
+
+def few_work(dtype: torch.dtype, top_k: int, experts: int, hidden: int, width: int) -> str:
+    """The work of `pick_few` with one row, the only one that `tune` times: other numbers of rows
+    share names."""
+    sizes = f"top{top_k}", f"e{experts}", f"n{hidden}", f"k{width}"
+    return work_name("experts_few", dtype, *sizes, rows=1)
+
+
+@picked_once
+def pick_few(
+    rows: int, top_k: int, experts: int, hidden: int, width: int, dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> FewSchedule | None:  # fmt: skip
+    """The schedule of a call of few rows without gradients; None where pairs are found first."""
+    if dtype == torch.float32 or top_k > MOST_SLOTS:
+        return None
+    own: dict[str, tuple[FewSchedule, ...]] = {s.name: (s,) for s in FEW} | {BY_PAIRS: ()}
+    work = few_work(dtype, top_k, experts, hidden, width)
+    found = chosen(device, work, own) if rows == 1 else None
+    if found is None:
+        found = FEW[:1] if rows <= MOST_FEW else ()
+    return found[0] if found else None
 
 
 @picked_once

@@ -15,6 +15,7 @@ PREFETCHING = {
     "gate_up_glu_tma_kernel",
     "gate_up_glu_pointer_kernel",
     "tma_kernel",
+    "few_down_kernel",
 }
 """Kernels that ask for weights; in a CUDA graph decode asks for keys."""
 KERNELS = PREFETCHING | {
@@ -23,6 +24,7 @@ KERNELS = PREFETCHING | {
     "count_kernel",
     "place_kernel",
     "gate_up_kernel",
+    "few_gate_up_kernel",
     "product_kernel",
     "combine_kernel",
     "paged_inputs_kernel",
@@ -74,11 +76,13 @@ def test_all_but_one_let_the_next_kernel_start_only_after_their_own_wait(compile
     assert {name for name, *_, releases in compiled if releases} == {"tma_kernel"}
 
 
-def test_only_decode_in_a_graph_reads_before_that_and_only_tables(compiled):
+def test_what_is_read_before_that_is_tables_and_the_ids_that_say_what_to_ask_for(compiled):
     early = [(name, loads) for name, loads, *_ in compiled if loads]
-    # The tile's two numbers, three of its sequence, and the blocks of two steps of keys; with
-    # groups the keys that a sequence shares.
-    assert early == [("attention_decode_kernel", loads) for loads in (7, 7, 8)]
+    # Of attention the tile's two numbers, three of its sequence, and the blocks of two steps of
+    # keys; with groups the keys that a sequence shares. Of few rows the expert of a column; it is
+    # read again after the wait.
+    decode = [("attention_decode_kernel", loads) for loads in (7, 7, 8)]
+    assert early == [("few_down_kernel", 1), *decode]
 
 
 def test_weights_and_keys_are_asked_for_before_that(compiled):
