@@ -34,9 +34,6 @@ from rl_consistency.kernels.experts.products_triton import gate_up_tile
 from rl_consistency.kernels.experts.schedules import FEW, FewSchedule, pick_few
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS
 
-LEAST_COLUMNS = 8
-"""Columns of an expert that a program has, at least: those of one matrix instruction."""
-
 NO_EXPERTS = tl.constexpr(0)
 """State of a row that no sequence owns."""
 IMPOSSIBLE = tl.constexpr(1)
@@ -180,9 +177,10 @@ def few_rows_fwd(
     experts, _, width = down.shape
     if schedule is None:
         schedule = pick_few(rows, top_k, experts, hidden, width, x.dtype, x.device) or FEW[0]
+    slots = next_power_of_2(top_k)
+    schedule = schedule.fitted(rows * top_k, slots, hidden, width)
     activated, y = x.new_empty((rows * top_k, width)), x.new_empty((rows, hidden))
     overlap, sizes = has_tma(x.device), (rows, starts.shape[0])
-    slots = next_power_of_2(top_k)
     shared = {
         "TOP_K": top_k,
         "SLOTS": slots,
@@ -199,12 +197,12 @@ def few_rows_fwd(
         num_warps=tile.warps, **shared,
     )  # fmt: skip
     tile = schedule.down
-    columns = max(tile.block_n // slots, LEAST_COLUMNS)
+    columns = tile.block_n // slots
     few_down_kernel[(rows * cdiv(hidden, columns),)](
         activated, down, y, expert_ids, weights, starts, lens, *sizes, hidden, width, experts,
         *down.stride(), BLOCK_M=tile.block_m, BLOCK_N=columns, BLOCK_K=tile.block_k,
         STAGES=tile.stages, num_warps=tile.warps,
-        PREFETCHED=prefetched_columns(columns * slots, width, x.element_size()), **shared,
+        PREFETCHED=prefetched_columns(tile.block_n, width, x.element_size()), **shared,
     )  # fmt: skip
     return y
 

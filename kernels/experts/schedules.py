@@ -11,7 +11,7 @@ fit a short tile multiplies no more filler than that has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -121,7 +121,7 @@ class FewSchedule:
 
     gate_up: Schedule
     down: Schedule
-    """The columns of its tile are shared by the experts of a row."""
+    """The columns of its tile are those of all experts of a row."""
 
     @classmethod
     def named(cls, name: str) -> FewSchedule:
@@ -133,21 +133,43 @@ class FewSchedule:
         """What `named` reads."""
         return f"{self.gate_up.name}+{self.down.name}"
 
+    def fitted(self, pairs: int, slots: int, hidden: int, width: int) -> FewSchedule:
+        """The schedule with tiles so narrow that a call has `FEW_PROGRAMS` programs, or the
+        narrowest; of `slots` experts a row, a power of two. Narrow tiles of the second kernel are
+        as much longer."""
+        gate_up, down = self.gate_up, self.down
+        if pairs * cdiv(width, gate_up.block_n) < FEW_PROGRAMS:
+            gate_up = replace(gate_up, block_n=16)
+        least = max(LEAST_COLUMNS, 16 // slots)
+        columns = next_power_of_2(cdiv(hidden, FEW_PROGRAMS))
+        columns = max(least, min(columns, down.block_n // slots))
+        longer = min(down.block_k * down.block_n // (columns * slots), LONGEST_STEP)
+        return FewSchedule(gate_up, replace(down, block_n=columns * slots, block_k=longer))
+
 
 FEW = tuple(
     FewSchedule.named(name)
     for name in (
         "pointer-16x32x128-w4-s5+pointer-16x128x128-w4-s4",
-        "pointer-16x16x128-w4-s5+pointer-16x128x64-w4-s6",
+        "pointer-16x64x128-w4-s4+pointer-16x128x64-w4-s6",
         "pointer-16x32x64-w4-s6+pointer-16x64x128-w4-s5",
     )
 )
 """Schedules for bf16 and fp16; the first one is what a call gets that `tune` has not timed."""
 
+FEW_PROGRAMS = 128
+"""Programs that keep the memory busy: about one for each multiprocessor."""
+
+LEAST_COLUMNS = 8
+"""Columns of an expert that a program has, at least."""
+
+LONGEST_STEP = 256
+"""The most elements of the inner dimension that a program holds at once."""
+
 BY_PAIRS = "by-pairs"
 """The candidate of a `few_work` that finds pairs first, as calls of more rows do."""
 
-MOST_FEW = 2
+MOST_FEW = 4
 """Rows up to which each row reads the weights of its experts alone. With more, experts that rows
 share would be read again."""
 

@@ -127,7 +127,7 @@ def test_every_product_schedule_gives_the_bytes_of_linear(dtype, choice):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("top_k", [1, 3, 8, 11])
-@pytest.mark.parametrize("hidden, width", [(HIDDEN, WIDTH), (2048, 768), (1000, 1416)])
+@pytest.mark.parametrize("hidden, width", [(HIDDEN, WIDTH), (2048, 768), (1000, 1416), (8200, 136)])
 def test_few_rows_have_the_bytes_of_linear_and_of_one_another(hidden, width, top_k, dtype):
     sizes = {"experts": EXPERTS, "hidden": hidden, "width": width}
     router, gate_up, down = (w.detach() for w in parameters(dtype, DEVICE, **sizes))
