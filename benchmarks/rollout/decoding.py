@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.rollout.experts_hit import evenly_hit, experts_hit
@@ -163,8 +164,9 @@ def steady_generation(
     engine = engine_for(model, workload, **settings)
     prompts = workload.prompts("steady", model.config.vocab_size)
     sampling = requests(workload.lengths())
-    # The last step has fewer rows, so a graph of its own.
-    generation = timed_generation(engine, prompts, sampling, bench, warm_up=sampling[0])
+    # The last step has fewer rows, so a graph of its own; groups share keys, which other graphs do.
+    warm_up = replace(sampling[0], n=workload.group_size)
+    generation = timed_generation(engine, prompts, sampling, bench, warm_up=warm_up)
     sequences = [prompts[c.prompt_index] + c.token_ids for c in generation.completions]
     return sequences, generation.steady(min(SETTLING_STEPS, workload.longest // 4))
 

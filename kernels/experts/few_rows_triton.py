@@ -71,16 +71,17 @@ def few_gate_up_kernel(
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pair = tl.program_id(0) // tiles_n
-    row = pair // TOP_K
+    # Rows are neighbours: where they share an expert, its weights come from the L2 cache.
+    row = tl.program_id(0) % R
+    slot_tile = tl.program_id(0) // R
+    pair = row * TOP_K + slot_tile % TOP_K
     state = row_state(ids_ptr, start_ptr, len_ptr, row, R, S, E, TOP_K, SLOTS, SEQUENCES)
     if state == ROUTED:
         expert = tl.load(ids_ptr + pair)
         rows = tl.broadcast_to(row.to(tl.int64), (BLOCK_M,))
         gate_up_tile(
             x_ptr, w_ptr, None, y_ptr, y_ptr, rows, expert, pair, pair + 1,
-            tl.program_id(0) % tiles_n, N, K, stride_x, stride_we, stride_wn, stride_wk,
+            slot_tile // TOP_K, N, K, stride_x, stride_we, stride_wn, stride_wk,
             ACTIVATION, False, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
 
@@ -108,11 +109,10 @@ def few_down_kernel(
     One matrix holds BLOCK_N columns of every expert. The rows of the other operand are those of the
     experts, so each result is where an expert's row meets its own columns.
     """
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    row = tl.program_id(0) // tiles_n
+    row, tile_n = tl.program_id(0) % R, tl.program_id(0) // R
     at = tl.arange(0, SLOTS * BLOCK_N)
     slot = at // BLOCK_N
-    column = (tl.program_id(0) % tiles_n * BLOCK_N + at % BLOCK_N).to(tl.int64)
+    column = (tile_n * BLOCK_N + at % BLOCK_N).to(tl.int64)
     known = slot < TOP_K
     inside = known & (column < N)
     if OVERLAP:
@@ -155,7 +155,7 @@ def few_down_kernel(
             total = part if other == 0 else total + part
     if state == IMPOSSIBLE:
         total = tl.full((BLOCK_N,), float("nan"), tl.float32)
-    to = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    to = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(y_ptr + row.to(tl.int64) * N + to, total.to(y_ptr.dtype.element_ty), mask=to < N)
 
 

@@ -20,6 +20,7 @@ from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
+from rl_consistency.rollout.engine import RolloutEngine
 
 TINY = "tiny-qwen3"
 SPREAD = Workload(groups=2, group_size=4, prompt_len=20, longest=24, shortest=8)
@@ -38,6 +39,22 @@ def test_decode_has_a_ratio_a_roofline_and_both_modes():
     assert 0 < found.ceiling_fraction < 1
     assert found.figures["strict/preemptions"] == 0
     assert 0 < found.figures["strict/first_token_seconds"] <= found.figures["stock/seconds"] * 100
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_graphs_of_groups_are_captured_before_the_steps_that_are_timed(monkeypatch, group):
+    """Else the last step but one captures those of fewer rows, 0.1 s among steps of 2 ms."""
+    warmed = []
+    warm_up = RolloutEngine.warm_up
+    monkeypatch.setattr(
+        RolloutEngine,
+        "warm_up",
+        lambda engine, sampling, **more: (
+            warmed.append(sampling) or warm_up(engine, sampling, **more)
+        ),
+    )
+    steady_step(TINY, Workload.equal(2, group, 20, 16), MACHINE)
+    assert [sampling.n for sampling in warmed] == [group]
 
 
 def test_a_steady_step_has_a_roofline_only_where_nothing_is_shared():

@@ -149,6 +149,9 @@ CASES = {
     "attention_packed_bwd": attention_gradient_operands,
     "embedding_fwd": lambda g: (g.targets, g.head),
     "expert_combine_op": of_experts("outputs places weights"),
+    "expert_few_rows_op": lambda g: (
+        g.x, *of_experts("ids weights gate_up down start length", "silu")(g),
+    ),
     "expert_fold_op": expert_gradient,
     "expert_gate_up_op": lambda g: (
         g.x, *of_experts("gate_up first pairs", 2, "silu", True)(g),

@@ -1,6 +1,5 @@
 """Bytes of the experts on a GPU: against `linear` of each expert, under every cut, in graphs."""
 
-import functools
 import itertools
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
 from rl_consistency.kernels.experts import cuda
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
 from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
@@ -18,7 +16,6 @@ from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
 from rl_consistency.kernels.experts.runs_triton import find_runs
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
-    FEW,
     PAIR,
     fold_candidates,
     product_candidates,
@@ -123,50 +120,6 @@ def test_every_product_schedule_gives_the_bytes_of_linear(dtype, choice):
         assert same_bytes(c[:count], u), schedule
         c = product_fwd(x[pairs.long() // TOP_K], down, "nn", first, pairs, TOP_K, False, schedule)
         assert same_bytes(c[:count], u), schedule
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("top_k", [1, 3, 8, 11])
-@pytest.mark.parametrize("hidden, width", [(HIDDEN, WIDTH), (2048, 768), (1000, 1416), (8200, 136)])
-def test_few_rows_have_the_bytes_of_linear_and_of_one_another(hidden, width, top_k, dtype):
-    sizes = {"experts": EXPERTS, "hidden": hidden, "width": width}
-    router, gate_up, down = (w.detach() for w in parameters(dtype, DEVICE, **sizes))
-    rows = 5
-    x = probe((rows, hidden), dtype, scale=0.01 if dtype == torch.float16 else 0.05).to(DEVICE)
-    ids, weights = route(x, router, top_k, normalize=True)
-    weights[1] = -weights[1]
-    starts, lens = (torch.tensor(n, device=DEVICE, dtype=torch.int32) for n in ([0, 2], [1, 3]))
-    expected = torch.zeros_like(x)
-    for row in (0, 2, 3, 4):
-        parts = []
-        for slot, expert in enumerate(ids[row].tolist()):
-            packed = linear(x[row : row + 1], gate_up[expert])
-            activated = glu(*(part.contiguous() for part in packed.chunk(2, dim=-1)), "silu")
-            parts.append(weights[row, slot] * linear(activated, down[expert])[0].float())
-        expected[row] = functools.reduce(torch.add, parts).to(dtype)
-    given = x, ids, weights, gate_up, down, starts, lens, "silu"
-    for schedule in FEW:
-        assert same_bytes(few_rows_fwd(*given, schedule), expected), schedule
-    pairs, places, first = expert_pairs_op(ids, starts, lens, EXPERTS)
-    activated, _ = gate_up_fwd(x, gate_up, first, pairs, top_k, "silu", False)
-    outputs = product_fwd(activated, down, "nt", first, pairs, top_k, False)
-    assert same_bytes(combine_fwd(outputs, places, weights), expected)
-
-
-def test_few_rows_with_impossible_ids_give_nan_and_write_nothing_else():
-    x, ids, weights, gate_up, down, _ = case()
-    ids = ids[:4].clone()
-    ids[0, 3], ids[1, 0], ids[2] = EXPERTS, -(1 << 30), ids[2].flip(0)
-    layout = PackedSequences.of([0], [4])
-    y = experts(
-        x[:2], ids[:2], weights[:2], gate_up, down, PackedSequences.of([0], [2]), activation="silu"
-    )
-    assert y.isnan().all()
-    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for schedule in FEW:
-        given = x[:4], ids, weights[:4], gate_up, down, starts, starts + layout.num_rows, "silu"
-        y = few_rows_fwd(*given, schedule)
-        assert y[:3].isnan().all() and y[3].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
