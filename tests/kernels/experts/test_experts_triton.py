@@ -137,6 +137,17 @@ def test_a_row_of_negative_zeros_keeps_its_sign():
     assert y.signbit().all() and same_bytes(y, z)
 
 
+def test_few_rows_add_up_by_ascending_expert():
+    """Of equal results b, (2^26 b - 2^26 b) + b is b, and from the other end it is 0."""
+    x, _, _, gate_up, down, _ = case()
+    gate_up, down = (w[:1].expand_as(w).contiguous() for w in (gate_up, down))
+    ids = torch.arange(TOP_K, dtype=torch.int32)[None]
+    given = x[:1], ids, torch.tensor([[2.0**26, -(2.0**26), 1.0]]), gate_up, down
+    y, *_ = cuda.experts_fwd(*given, PackedSequences.of([0], [1]), "silu", False)
+    z, *_ = cuda.experts_fwd(*given, PackedSequences.of([0], [1]), "silu", True)
+    assert y.any() and same_bytes(y, z)
+
+
 def test_few_rows_that_are_recorded_find_their_pairs():
     x, ids, weights, gate_up, down, _ = case()
     given = x[:1], ids[:1], weights[:1], gate_up, down, PackedSequences.of([0], [1]), "silu"
