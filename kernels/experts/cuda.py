@@ -67,8 +67,8 @@ def experts_fwd(
 ) -> tuple[Tensor, Tensor, RoutedRows | None]:
     """y [R, H]; gate and up of each pair; the pairs, for the backward pass.
 
-    Gate and up are empty unless they are `recorded` or the library computed them. Few rows that are
-    not recorded have no pairs.
+    Gate and up are empty unless they are `recorded` or the library computed them. The pairs are
+    None where the kernels of few rows ran.
     """
     numbers = layout.tables(x.device)
     starts, lens = numbers.query_start, numbers.tokens

@@ -4,12 +4,15 @@ No pairs are found: a program takes the experts of its row from the row's ids.
 
 Shapes: x [R, H], expert_ids [R, k] int32, weights [R, k] fp32, gate_up [E, 2I, H], down [E, H, I],
     sequences as `starts` and `lens` [S] -> [R, H].
-Dtypes and rounding points, order: those of `experts`.
+Dtypes and rounding points: bf16 and fp16, with the rounding points of `experts`.
+Order: that of `experts`.
 Invariant to: the other rows, the schedule.
 Varies with: H, I; operand dtype.
 Backward: none; nothing is kept for it.
-Errors: none. A row with impossible ids gives NaN, one that no sequence owns zeros.
-Cost: the weights of each row's experts, once for each row; rows that share an expert read it again.
+Errors: ValueError on fp32 and on more than `MOST_TOP_K` experts a row. A row with impossible ids
+    gives NaN, one that no sequence owns zeros.
+Cost: the weights of each row's experts, once for each row; what rows share is read again, mostly
+    from the L2 cache.
 """
 
 # Pyright does not know Triton's launches and constexpr arguments.
@@ -17,12 +20,13 @@ Cost: the weights of each row's experts, once for each row; rows that share an e
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, shared_memory
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
@@ -31,7 +35,7 @@ from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.pairs_triton import SEQUENCES, owned_rows
 from rl_consistency.kernels.experts.products_triton import gate_up_tile
-from rl_consistency.kernels.experts.schedules import FEW, FewSchedule, pick_few
+from rl_consistency.kernels.experts.schedules import FEW, MOST_TOP_K, FewSchedule, pick_few
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS
 
 NO_EXPERTS = tl.constexpr(0)
@@ -39,6 +43,7 @@ NO_EXPERTS = tl.constexpr(0)
 IMPOSSIBLE = tl.constexpr(1)
 """State of a row whose ids are not ascending or are no experts'."""
 ROUTED = tl.constexpr(2)
+"""State of a row with experts."""
 
 
 @triton.jit
@@ -116,12 +121,13 @@ def few_down_kernel(
     known = slot < TOP_K
     inside = known & (column < N)
     if OVERLAP:
-        # The ids were written before the kernel ahead began. Should they not have been, other
-        # lines are asked for.
-        guess = tl.load(ids_ptr + row * TOP_K + slot, mask=known, other=0, cache_modifier=".cg")
+        # `few_gate_up_kernel` starts this kernel after its own wait for whoever wrote the ids. Were
+        # they others, other lines would be asked for.
+        own_ids = ids_ptr + row * TOP_K + tl.minimum(slot, TOP_K - 1)
+        guess = tl.load(own_ids, cache_modifier=".cg")
         guess = tl.minimum(tl.maximum(guess, 0), E - 1).to(tl.int64)
         LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-        step = tl.minimum(tl.arange(0, PREFETCHED // LINE) * LINE, K - 1)
+        step = tl.minimum(tl.arange(0, PREFETCHED // LINE) * LINE, K - 1).to(tl.int64)
         first = guess * stride_we + tl.minimum(column, N - 1) * stride_wn
         prefetch_lines(w_ptr + first[:, None] + (step * stride_wk)[None, :])
         # Nothing is read before the kernel ahead is done.
@@ -170,15 +176,22 @@ def few_rows_fwd(
     activation: str,
     schedule: FewSchedule | None = None,
 ) -> Tensor:
-    """[R, H] from x [R, H] in bf16 or fp16; arguments are those of `experts`, with its layout as
-    `starts` and `lens` [S]. `schedule` changes no bit."""
+    """[R, H] from x [R, H]; arguments are those of `experts`, with its layout as `starts` and
+    `lens` [S]. `schedule` changes no bit."""
     x, expert_ids, weights = dense_rows(x), expert_ids.contiguous(), weights.contiguous()
     (rows, hidden), top_k = x.shape, expert_ids.shape[1]
     experts, _, width = down.shape
-    if schedule is None:
-        schedule = pick_few(rows, top_k, experts, hidden, width, x.dtype, x.device) or FEW[0]
+    if x.dtype == torch.float32 or top_k > MOST_TOP_K:
+        raise ValueError(
+            f"experts: {x.dtype} and {top_k} experts a row; kernels of few rows take bf16 and fp16 "
+            f"and at most {MOST_TOP_K}. Find the pairs first, as `experts` does."
+        )
     slots = next_power_of_2(top_k)
-    schedule = schedule.fitted(rows * top_k, slots, hidden, width)
+    if schedule is None:
+        schedule = pick_few(rows, top_k, experts, hidden, width, x.dtype, x.device)
+    if schedule is None:
+        schedule = FEW[0].fitted(rows * top_k, slots, hidden, width)
+    schedule = schedule.within(shared_memory(x.device))
     activated, y = x.new_empty((rows * top_k, width)), x.new_empty((rows, hidden))
     overlap, sizes = has_tma(x.device), (rows, starts.shape[0])
     shared = {

@@ -120,8 +120,9 @@ class FewSchedule:
     """How both kernels of `few_rows_triton` are cut into programs; it changes no bit."""
 
     gate_up: Schedule
+    """Its tile has so many columns of gate and of up."""
     down: Schedule
-    """The columns of its tile are those of all experts of a row."""
+    """Its tile has columns of all experts of a row, equally many of each."""
 
     @classmethod
     def named(cls, name: str) -> FewSchedule:
@@ -134,17 +135,24 @@ class FewSchedule:
         return f"{self.gate_up.name}+{self.down.name}"
 
     def fitted(self, pairs: int, slots: int, hidden: int, width: int) -> FewSchedule:
-        """The schedule with tiles so narrow that a call has `FEW_PROGRAMS` programs, or the
-        narrowest; of `slots` experts a row, a power of two. Narrow tiles of the second kernel are
-        as much longer."""
+        """The schedule with narrower tiles where that gives a call about `FEW_PROGRAMS` programs;
+        of the second kernel more than half as many for each row. `slots` is the next power of two
+        of a row's experts. Narrow tiles of the second kernel are as much longer."""
         gate_up, down = self.gate_up, self.down
-        if pairs * cdiv(width, gate_up.block_n) < FEW_PROGRAMS:
-            gate_up = replace(gate_up, block_n=16)
+        while gate_up.block_n > 16 and pairs * cdiv(width, gate_up.block_n) < FEW_PROGRAMS:
+            gate_up = replace(gate_up, block_n=gate_up.block_n // 2)
         least = max(LEAST_COLUMNS, 16 // slots)
         columns = next_power_of_2(cdiv(hidden, FEW_PROGRAMS))
         columns = max(least, min(columns, down.block_n // slots))
         longer = min(down.block_k * down.block_n // (columns * slots), LONGEST_STEP)
         return FewSchedule(gate_up, replace(down, block_n=columns * slots, block_k=longer))
+
+    def within(self, limit: int) -> FewSchedule:
+        """The schedule with as many stages as fit `limit` bytes of shared memory."""
+        # A stage of the first kernel holds a tile of gate and one of up.
+        both = replace(self.gate_up, block_n=2 * self.gate_up.block_n).within(limit, 2, 2)
+        gate_up = replace(self.gate_up, stages=both.stages)
+        return FewSchedule(gate_up, self.down.within(limit, 2, 2))
 
 
 FEW = tuple(
@@ -155,7 +163,7 @@ FEW = tuple(
         "pointer-16x32x64-w4-s6+pointer-16x64x128-w4-s5",
     )
 )
-"""Schedules for bf16 and fp16; the first one is what a call gets that `tune` has not timed."""
+"""Schedules for bf16 and fp16. A call that `tune` has not timed gets the first one, `fitted`."""
 
 FEW_PROGRAMS = 128
 """Programs that keep the memory busy: about one for each multiprocessor."""
@@ -170,10 +178,10 @@ BY_PAIRS = "by-pairs"
 """The candidate of a `few_work` that finds pairs first, as calls of more rows do."""
 
 MOST_FEW = 4
-"""Rows up to which each row reads the weights of its experts alone. With more, experts that rows
-share would be read again."""
+"""Rows up to which each row reads the weights of its experts for itself. With more, reading shared
+experts again takes longer than finding pairs."""
 
-MOST_SLOTS = 16
+MOST_TOP_K = 16
 """Experts of a row, at most, for which there are kernels of few rows."""
 
 BLOCK_STEPS = 64
@@ -286,8 +294,7 @@ def pick_product(
 
 
 def few_work(dtype: torch.dtype, top_k: int, experts: int, hidden: int, width: int) -> str:
-    """The work of `pick_few` with one row, the only one that `tune` times: other numbers of rows
-    share names."""
+    """The work of `pick_few` with one row. No other is tuned, since 2 to 16 rows share a bucket."""
     sizes = f"top{top_k}", f"e{experts}", f"n{hidden}", f"k{width}"
     return work_name("experts_few", dtype, *sizes, rows=1)
 
@@ -298,14 +305,14 @@ def pick_few(
     device: torch.device | None = None,
 ) -> FewSchedule | None:  # fmt: skip
     """The schedule of a call of few rows without gradients; None where pairs are found first."""
-    if dtype == torch.float32 or top_k > MOST_SLOTS:
+    if dtype == torch.float32 or top_k > MOST_TOP_K or rows > MOST_FEW:
         return None
-    own: dict[str, tuple[FewSchedule, ...]] = {s.name: (s,) for s in FEW} | {BY_PAIRS: ()}
+    own: dict[str, FewSchedule | str] = {s.name: s for s in FEW} | {BY_PAIRS: BY_PAIRS}
     work = few_work(dtype, top_k, experts, hidden, width)
     found = chosen(device, work, own) if rows == 1 else None
-    if found is None:
-        found = FEW[:1] if rows <= MOST_FEW else ()
-    return found[0] if found else None
+    if isinstance(found, str):
+        return None
+    return (found or FEW[0]).fitted(rows * top_k, next_power_of_2(top_k), hidden, width)
 
 
 @picked_once

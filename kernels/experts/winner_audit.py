@@ -61,10 +61,13 @@ def audit_few_winner(
     activation: str,
     y: Tensor,
 ) -> None:
-    """`audit_winner` for `few_rows_fwd` of one row, which is computed again by pairs."""
+    """`audit_winner` for `few_rows_fwd`, whose rows are computed again by pairs. Of few rows only
+    one runs by a winner."""
     top_k, (experts, hidden, width) = expert_ids.shape[1], down.shape
+    if len(x) > 1:
+        return
     tuned = _tuned_few(top_k, experts, hidden, width, x.dtype, x.device)
-    if len(x) > 1 or tuned is None or not _due(y):
+    if tuned is None or not _due(y):
         return
     with unrecorded():
         pairs, places, first = expert_pairs_op(expert_ids, starts, lens, experts)

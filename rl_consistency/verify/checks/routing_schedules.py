@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
 from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
@@ -185,7 +186,7 @@ def _compare_product(
 
 
 def _compare_few(tally: Tally, setup: OpSetup, call: _Call, gate_up: Tensor, down: Tensor) -> None:
-    """The kernels of few rows, for each row of the call, against those that find pairs."""
+    """The kernels of few rows, however many the call has, against those that find pairs."""
     x = setup.drawn((call.rows, HIDDEN), 3, 0.005)
     numbers, weights = call.layout.tables(setup.device), _weights(call)
     given = x, call.ids, weights, gate_up, down, numbers.query_start, numbers.tokens, "silu"
@@ -193,7 +194,9 @@ def _compare_few(tally: Tally, setup: OpSetup, call: _Call, gate_up: Tensor, dow
     activated, _ = gate_up_fwd(x, gate_up, *pairs, "silu", False)
     outputs = product_fwd(activated, down, "nt", *pairs, False)
     run = partial(few_rows_fwd, *given)
-    whole = _compare(tally, f"few rows, {call.name}", FEW, run)
+    # Those of the table have wide tiles, a fitted one has narrow ones.
+    fitted = FEW[0].fitted(TOP_K, next_power_of_2(TOP_K), HIDDEN, INNER)
+    whole = _compare(tally, f"few rows, {call.name}", (*FEW, fitted), run)
     tally.equal(
         f"few rows, {call.name}, by pairs", whole, combine_fwd(outputs, call.places, weights)
     )

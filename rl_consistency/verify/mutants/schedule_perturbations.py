@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
+from rl_consistency.kernels.experts import few_rows_triton as expert_few_rows_triton
 from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
 from rl_consistency.kernels.experts import products_triton as expert_products_triton
 from rl_consistency.kernels.experts import rows_triton as expert_rows_triton
@@ -171,6 +172,7 @@ def _expert_launchers() -> list[Pair]:
     gated: Callable[..., Any] = expert_products_triton.gate_up_fwd
     combine, pair_bwd = expert_rows_triton.combine_fwd, expert_rows_triton.pair_bwd
     fold, tables = expert_fold_triton.fold_runs, expert_schedules
+    few = expert_few_rows_triton.few_rows_fwd
     # By pointers, since halves of weights have strides.
     wide = tables.PRODUCTS[1], tables.GATE_UP[1], tables.PRODUCTS_FP32[1]
     folds = tables.FOLDS[1], tables.FOLDS_FP32[1]
@@ -201,6 +203,9 @@ def _expert_launchers() -> list[Pair]:
             total = total + combine(outputs, places[:, j : j + 1].contiguous(), own, *rest)
         return total
 
+    def few_weights_rounded(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        return few(x, ids, weights.bfloat16().float(), *rest)
+
     def sum_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         dpacked, weighted, dweights = pair_bwd(*operands)
         return dpacked, weighted, dweights.bfloat16().float()
@@ -213,6 +218,7 @@ def _expert_launchers() -> list[Pair]:
         _some_entries(logits_bwd, of_router, from_rounded_gradients),
         _some_entries(product, lambda *_: wide, split_k),
         _some_entries(gated, lambda *_: wide, silu_rounded),
+        _some_entries(few, lambda *_: tables.FEW[1:2], few_weights_rounded),
         _some_entries(combine, lambda *_: tables.COMBINE[1:2], downward),
         _some_entries(pair_bwd, lambda *_: tables.PAIR[1:2], sum_rounded),
         _some_entries(fold, lambda *_: folds, _added_up(fold)),

@@ -3,7 +3,6 @@ import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
 from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs, in_steps
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import (
@@ -25,7 +24,6 @@ from rl_consistency.kernels.experts.runs_triton import (
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
     COMBINE,
-    FEW,
     GATE_UP,
     GATE_UP_TMA,
     PAIR,
@@ -106,55 +104,6 @@ def test_rows_with_impossible_ids_have_no_pairs_and_give_nan():
     assert y[[5, 51, 52]].isnan().all() and not y[0].any()
     assert int(y.isnan().any(dim=1).sum()) == 3
     assert len(pairs) == ROWS * TOP_K
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("schedule", FEW, ids=lambda s: s.name)
-def test_few_rows_have_the_bytes_of_rows_sorted_by_expert(schedule, dtype):
-    x, ids, weights, gate_up, down, _ = case(dtype)
-    x, ids, weights = x[:5] * 0.1, ids[:5], weights[:5]
-    weights[3, 1] = -0.0
-    ids[1], ids[2, 0] = ids[1].flip(0), -1
-    layout = PackedSequences.of([0, 1], [1, 3])
-    numbers = layout.tables(CPU)
-    given = x, ids, weights, gate_up, down
-    y = few_rows_fwd(*given, numbers.query_start, numbers.tokens, "silu", schedule)
-    pairs, places, first = found(ids, layout)
-    activated, _ = gate_up_fwd(x, gate_up, first, pairs, TOP_K, "silu", False)
-    outputs = product_fwd(activated, down, "nt", first, pairs, TOP_K, False)
-    assert same_bytes(y, combine_fwd(outputs, places, weights))
-    assert y[[1, 2]].isnan().all() and y[[0, 3]].isfinite().all() and not y[4].any()
-
-
-def test_a_row_of_negative_zeros_keeps_its_sign():
-    """A sum that began at 0 would lose it, or zeros added in place of other experts."""
-    x, ids, weights, gate_up, down, _ = case()
-    x, down = torch.full_like(x[:1], -0.0), down.abs()
-    weights = -torch.ones(1, TOP_K)
-    layout = PackedSequences.of([0], [1])
-    y, *_ = cuda.experts_fwd(x, ids[:1], weights, gate_up, down, layout, "silu", False)
-    z, *_ = cuda.experts_fwd(x, ids[:1], weights, gate_up, down, layout, "silu", True)
-    assert y.signbit().all() and same_bytes(y, z)
-
-
-def test_few_rows_add_up_by_ascending_expert():
-    """Of equal results b, (2^26 b - 2^26 b) + b is b, and from the other end it is 0."""
-    x, _, _, gate_up, down, _ = case()
-    gate_up, down = (w[:1].expand_as(w).contiguous() for w in (gate_up, down))
-    ids = torch.arange(TOP_K, dtype=torch.int32)[None]
-    given = x[:1], ids, torch.tensor([[2.0**26, -(2.0**26), 1.0]]), gate_up, down
-    y, *_ = cuda.experts_fwd(*given, PackedSequences.of([0], [1]), "silu", False)
-    z, *_ = cuda.experts_fwd(*given, PackedSequences.of([0], [1]), "silu", True)
-    assert y.any() and same_bytes(y, z)
-
-
-def test_few_rows_that_are_recorded_find_their_pairs():
-    x, ids, weights, gate_up, down, _ = case()
-    given = x[:1], ids[:1], weights[:1], gate_up, down, PackedSequences.of([0], [1]), "silu"
-    few, _, none = cuda.experts_fwd(*given, False)
-    recorded, packed, routed = cuda.experts_fwd(*given, True)
-    assert none is None and routed is not None and len(packed) == TOP_K
-    assert same_bytes(few, recorded)
 
 
 @pytest.mark.parametrize("skew", [False, True])
