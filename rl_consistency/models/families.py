@@ -121,8 +121,18 @@ def module_kinds() -> dict[str, type[CanonicalModule]]:
 
 @cache
 def canonical_class(mixin: type[CanonicalModule], stock: type[nn.Module]) -> type[nn.Module]:
-    """`stock` with `mixin` in front; keeps the name, which save_pretrained writes to the config."""
-    own = {"__module__": mixin.__module__, STOCK_CLASS: stock}
+    """`stock` with `mixin` in front; keeps the name, which save_pretrained writes to the config.
+
+    Modules get it when they are patched; making one of it is a TypeError.
+    """
+
+    def refuse(self: nn.Module, *_: Any, **__: Any) -> None:
+        raise TypeError(
+            f"this {stock.__name__} is the class of a patched module; build others with that of "
+            f"transformers or torch, {stock.__module__}.{stock.__name__}."
+        )
+
+    own = {"__module__": mixin.__module__, "__init__": refuse, STOCK_CLASS: stock}
     return type(stock.__name__, (mixin, stock), own)
 
 
@@ -182,6 +192,8 @@ def check_config(config: PreTrainedConfig) -> None:
         problems.append(f"head_dim {head_dim} (covered: {covered})")
     if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
         problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")
+    if (eps := getattr(config, "rms_norm_eps", 1e-6)) <= 0:
+        problems.append(f"rms_norm_eps={eps}, which makes NaN of rows of zeros (covered: above 0)")
     if not getattr(config, "is_causal", True):
         problems.append("is_causal=False, which makes attention bidirectional (covered: True)")
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
@@ -348,7 +360,7 @@ def check_plans(model: nn.Module) -> None:
 
 def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
     """UnsupportedModelError naming a parameter that is no plain one (quantized, or a shard unless
-    `sharded`), whose dtype is not the first's, or has no order."""
+    `sharded`), that has no values, whose dtype is not the first's, or has no order."""
     first: torch.dtype | None = None
     for name, parameter in model.named_parameters():
         if sharded and is_shard(parameter):
@@ -357,6 +369,11 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
             raise UnsupportedModelError(
                 f"parameter {name} is a {type(parameter).__name__}; it has to be a plain "
                 "nn.Parameter: load the model without quantization, and patch it before sharding."
+            )
+        if parameter.is_meta:
+            raise UnsupportedModelError(
+                f"parameter {name} is on the meta device, which holds no values; load the weights "
+                "before patching (from_pretrained, or to_empty and load_state_dict)."
             )
         first = first or parameter.dtype
         if parameter.dtype not in DTYPES or parameter.dtype != first:

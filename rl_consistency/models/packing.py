@@ -44,7 +44,8 @@ class PackedBatch:
     """Sequences in packed rows.
 
     Example: sequences [[5, 6], [7]] give 32 rows; row 0 and 1 hold 5 and 6, row 16 holds 7, the
-    others are filler that no sequence owns (token 0 at position 0).
+    others are filler that no sequence owns: 5 at position 0. A token of the batch is no worse there
+    than where it stands; another's embedding might not be finite, and 0 times it would be NaN.
     """
 
     input_ids: Tensor  # [R] int64
@@ -94,7 +95,7 @@ class PackedBatch:
         position_ids = np.zeros(starts[-1] + taken[-1], dtype=np.int64)
         position_ids[rows] = positions
         token_rows = from_host(rows, tokens.device)
-        input_ids = tokens.new_zeros(len(position_ids))
+        input_ids = tokens[:1].repeat(len(position_ids))
         input_ids[token_rows] = tokens
         layout = PackedSequences.of(starts.tolist(), sizes.tolist())
         if id_range is None:

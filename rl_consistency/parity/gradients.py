@@ -145,12 +145,28 @@ def check_gradients(
         regroupings: what to compare with the whole packed batch.
         compare_present: also compare the gradients the parameters hold now, "as trained".
         balance: as in `token_logprobs`.
+
+    ValueError where no token is scored, or with `balance` none of some sequence.
     """
+
+    def scores(i: int) -> bool:
+        """Whether a token of the sequence is scored."""
+        if isinstance(loss_mask, Sequence):
+            return any(loss_mask[i])
+        return not isinstance(prompt_lengths, Sequence) or prompt_lengths[i] < len(sequences[i])
+
+    if balance and (unscored := [i for i in range(len(sequences)) if not scores(i)]):
+        raise ValueError(
+            f"sequences {unscored} have no scored token, so they cannot be cut from the others "
+            "with the balance loss; leave them out of the check."
+        )
     with whole_weights(model) as policy:
 
         def gradients(regrouping: Regrouping) -> dict[str, Tensor]:
             policy.zero_grad(set_to_none=True)
             for group in regrouping.groups(len(sequences)):
+                if regrouping is not WHOLE and not any(map(scores, group)):
+                    continue  # it has no loss, and so no gradient
                 chosen = [sequences[i] for i in group]
                 device = next(policy.parameters()).device
                 inputs, mask = lay_out(chosen, regrouping.layout, device)

@@ -118,3 +118,16 @@ def test_a_stock_op_fails_the_same_check(op):
     model = build_preset("tiny-qwen3")
     with patch(model), strict(except_={op}):
         assert differing_prefixes(model)
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe"])
+def test_a_token_of_no_sequence_has_no_part_in_the_gradients(preset):
+    """Rows of filler are tokens of the batch: 0 times what is not finite would be NaN."""
+    model, tokens = build_preset(preset), list(range(1, 16))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.nan
+    with patch(model):
+        token_logprobs(model, [tokens], prompt_lengths=[1]).logprobs.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter is not model.get_output_embeddings().weight:
+            assert parameter.grad is None or parameter.grad.isfinite().all(), name

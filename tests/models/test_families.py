@@ -50,6 +50,7 @@ def test_another_architecture_is_refused():
         ),
         ({"attention_dropout": 0.1}, r"active dropout attention_dropout=0.1 \(set it to 0.0\)"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"rms_norm_eps": 0.0}, r"rms_norm_eps=0.0, .* NaN .*\(covered: above 0\)"),
         ({"head_dim": -16}, r"head_dim -16 \(covered: multiples of 16 up to 256\)"),
         ({"quantization_config": {"bits": 8}}, "quantization_config"),
     ],
@@ -157,3 +158,23 @@ def test_without_the_check_a_model_without_layers_divides_by_zero(monkeypatch):
     config.num_hidden_layers = 0
     with patch(model := LlamaForCausalLM(config)), pytest.raises(ZeroDivisionError):
         RolloutEngine(model, eos_token_id=None)
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(preset_config("tiny-llama"))
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens.weight is on the meta device"):
+        patch(model)
+
+
+def test_no_other_model_is_made_of_the_class_of_a_patched_one(tmp_path):
+    model = build_preset("tiny-llama")
+    model.save_pretrained(tmp_path)
+    with patch(model):
+        made = "class of a patched module; .*modeling_llama.LlamaForCausalLM"
+        with pytest.raises(TypeError, match=made):
+            type(model)(model.config)
+        with pytest.raises(TypeError, match=made):
+            type(model).from_pretrained(tmp_path)
+        assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
+    assert type(type(model)(model.config)) is LlamaForCausalLM

@@ -44,7 +44,8 @@ def test_the_docstring_example_holds():
     assert batch.token_rows.tolist() == [0, 1, 16]
     filler = torch.ones(32, dtype=torch.bool)
     filler[batch.token_rows] = False
-    assert not batch.input_ids[filler].any() and not batch.position_ids[filler].any()
+    assert batch.input_ids[filler].eq(batch.input_ids[0]).all()
+    assert not batch.position_ids[filler].any()
 
 
 def test_every_sequence_starts_on_the_alignment():

@@ -157,6 +157,21 @@ def test_stock_gradients_fail(preset, options):
         report.require_passed()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_that_no_loss_scores_is_left_out_where_it_stands_alone(masked):
+    model, sequences = build_preset("tiny-qwen3-moe"), [[1, 2, 3, 4], [5, 6, 7]]
+    scored = {"prompt_lengths": [1, 3]}
+    if masked:
+        scored = {"loss_mask": [[False, True, True, True], [False] * 3]}
+    options = {"loss": lambda found, _: found.logprobs.sum(), **scored}
+    with patch(model):
+        assert check_gradients(model, sequences, **options).passed
+        with pytest.raises(ValueError, match=r"sequences \[1\] have no scored token"):
+            check_gradients(model, sequences, balance=True, **options)
+        with pytest.raises(ValueError, match="no token is scored"):
+            check_gradients(model, [[1]], prompt_lengths=[1], loss=options["loss"])
+
+
 def test_weights_from_the_micro_batch_fail():
     """The usual slip: a mean over the tokens at hand."""
     model = build_preset("tiny-llama")

@@ -13,9 +13,19 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.checks import ops as op_checks
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
-from rl_consistency.verify.checks.whole_model import Chain, check_packed_chain
+from rl_consistency.verify.checks.whole_model import (
+    Chain,
+    check_gradient_chain,
+    check_packed_chain,
+)
 from rl_consistency.verify.claims import CLAIMS, Check, Tally
-from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
+from rl_consistency.verify.presets import (
+    PRESETS,
+    REAL_PRESETS,
+    build_lifelike,
+    build_preset,
+    preset_config,
+)
 from rl_consistency.verify.run import (
     CHAIN_CHECKS,
     OP_CHECKS,
@@ -47,6 +57,16 @@ QWEN2 = Target(
     sweep=TINY,
     build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
 )
+
+
+def test_a_sparse_family_without_sparse_layers_has_no_balance_to_check():
+    config = preset_config("tiny-qwen3-moe")
+    config.mlp_only_layers = list(range(config.num_hidden_layers))
+    chain = Chain(build_lifelike(config), TINY)
+    with patch(chain.model):
+        tally = Tally()
+        check_gradient_chain(tally, chain)
+    assert tally.passed, tally.detail
 
 
 def test_every_claim_holds_for_a_tiny_model():

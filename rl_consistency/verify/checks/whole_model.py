@@ -14,6 +14,7 @@ from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, LayerGraphs
 from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
+from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
@@ -203,7 +204,7 @@ def check_gradient_chain(tally: Tally, chain: Chain) -> None:
         prompt_lengths=prompts,
         loss=loss,
         regroupings=GRADIENT_REGROUPINGS,
-        balance=chain.config.model_type in SPARSE,
+        balance=any(isinstance(module, CanonicalMoEBlock) for module in chain.model.modules()),
     )
     for r in report.results:
         where = f"of {report.elements} elements, first in {r.first_parameter}"
