@@ -123,11 +123,10 @@ def few_down_kernel(
     if OVERLAP:
         # `few_gate_up_kernel` starts this kernel after its own wait for whoever wrote the ids. Were
         # they others, other lines would be asked for.
-        own_ids = ids_ptr + row * TOP_K + tl.minimum(slot, TOP_K - 1)
-        guess = tl.load(own_ids, cache_modifier=".cg")
+        guess = tl.load(ids_ptr + row * TOP_K + slot, mask=known, other=0, cache_modifier=".cg")
         guess = tl.minimum(tl.maximum(guess, 0), E - 1).to(tl.int64)
         LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-        step = tl.minimum(tl.arange(0, PREFETCHED // LINE) * LINE, K - 1).to(tl.int64)
+        step = tl.minimum(tl.arange(0, PREFETCHED // LINE) * LINE, K - 1)
         first = guess * stride_we + tl.minimum(column, N - 1) * stride_wn
         prefetch_lines(w_ptr + first[:, None] + (step * stride_wk)[None, :])
         # Nothing is read before the kernel ahead is done.
