@@ -121,8 +121,8 @@ def few_down_kernel(
     known = slot < TOP_K
     inside = known & (column < N)
     if OVERLAP:
-        # `few_gate_up_kernel` starts this kernel after its own wait for whoever wrote the ids. Were
-        # they others, other lines would be asked for.
+        # The ids were written before `few_gate_up_kernel` let this kernel start. Wrong ones would
+        # ask for other lines and change nothing else.
         guess = tl.load(ids_ptr + row * TOP_K + slot, mask=known, other=0, cache_modifier=".cg")
         guess = tl.minimum(tl.maximum(guess, 0), E - 1).to(tl.int64)
         LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
