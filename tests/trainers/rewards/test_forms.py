@@ -192,7 +192,7 @@ def test_a_run_gives_a_function_of_trl_the_tokens_that_it_sampled(tiny_run):
 
 @pytest.mark.parametrize("signature", ["ours", "trl"])
 def test_a_function_that_changes_what_it_is_given_changes_no_example(signature):
-    """A resumed run reads the data anew, as they were. A run that goes on has to see the same."""
+    """A resumed run reads the data again, and a run that goes on has to see what it would read."""
     messages = ({"role": "user", "content": [{"text": "p"}]},)
     examples = [
         Example(id=i, prompt="p", answer="a", target="a", extra={"seen": [0]}, messages=messages)
