@@ -42,7 +42,11 @@ def logprobs_and_gradients(
         assert isinstance(weight, nn.Parameter)
         weight.grad_dtype = torch.float32  # as the trainer has it
         buffer = GradientBuffer(weight)
-        return -token_logprobs(hidden, weight, targets, rows, weight_grad=buffer)[0].mean()
+        # As training calls it: the check of ids would wait for the device, and no other way has it.
+        scored, _ = token_logprobs(
+            hidden, weight, targets, rows, weight_grad=buffer, check_targets=False
+        )
+        return -scored.mean()
 
     def stock(hidden: Tensor, weight: Tensor) -> Tensor:
         logprobs = F.linear(hidden, weight).float().log_softmax(dim=-1)

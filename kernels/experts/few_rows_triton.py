@@ -122,8 +122,9 @@ def few_down_kernel(
     inside = known & (column < N)
     if OVERLAP:
         # The ids were written before `few_gate_up_kernel` let this kernel start. Wrong ones would
-        # ask for other lines and change nothing else.
-        guess = tl.load(ids_ptr + row * TOP_K + slot, mask=known, other=0, cache_modifier=".cg")
+        # ask for other lines and change nothing else. Slots without an expert ask for the last's.
+        own_slot = tl.minimum(slot, TOP_K - 1)
+        guess = tl.load(ids_ptr + row * TOP_K + own_slot, cache_modifier=".cg")
         guess = tl.minimum(tl.maximum(guess, 0), E - 1).to(tl.int64)
         LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
         step = tl.minimum(tl.arange(0, PREFETCHED // LINE) * LINE, K - 1)
