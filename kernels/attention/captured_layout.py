@@ -73,6 +73,10 @@ class CapturedPagedAttention(PagedAttention):
         """Whether every row is surely a query: False with several rows per sequence."""
         return max(self.query_lens, default=1) == 1 and super().owns(rows)
 
+    @property
+    def shares_keys(self) -> bool:
+        return self.numbers.shared is not None
+
     def tables(self, device: torch.device) -> SequenceTables:
         return self.numbers
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from rl_consistency.kernels.attention.forward_call import ForwardCall
-from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
+from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, scanned
 from rl_consistency.kernels.attention.tiles_triton import (
     NEG_INF,
     addresses,
@@ -25,7 +25,6 @@ from rl_consistency.kernels.attention.tiles_triton import (
     tile_of,
     write_rows,
 )
-from rl_consistency.kernels.core.grid import next_power_of_2
 
 AHEAD = 32
 """Blocks that a folding program reads at a time."""
@@ -191,6 +190,6 @@ def attention_split_fwd(call: ForwardCall, schedule: Schedule, programs: int) ->
     attention_combine_kernel[(call.grid, call.dim // columns)](
         call.out, call.lse, *written, left, right, call.tiles, *call.numbers, call.reach,
         call.most_blocks, *call.result_strides, STORED=call.stored, COLUMNS=columns, AHEAD=AHEAD,
-        SCAN=max(16, next_power_of_2(call.most_blocks)),
+        SCAN=scanned(call.most_blocks),
         num_warps=max(1, call.stored // 4), **call.constants(schedule),
     )  # fmt: skip

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.attention import schedules
-from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.decode_triton import attention_split_fwd
 from rl_consistency.kernels.attention.forward_call import ForwardCall
+from rl_consistency.kernels.attention.forward_plan import plan_forward, reads_once
 from rl_consistency.kernels.attention.hopper.decode import attention_decode_fwd
+from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode_prefix import attention_prefix_fwd
 from rl_consistency.kernels.attention.hopper.forward import attention_hopper_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout, PagedAttention
@@ -38,7 +39,7 @@ from rl_consistency.kernels.attention.tiles_triton import (
     write_rows,
 )
 from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+from rl_consistency.kernels.core.grid import cdiv
 
 
 @triton.jit
@@ -157,14 +158,13 @@ def attention_fwd(
     most_rows = layout.most_queries * group
     if most_rows == 0:
         return out, lse
-    if schedule is None:
-        schedule = schedules.pick_forward(q, k, v, layout, most_rows, window)
-    elif not schedules.admits(schedule, layout, q, k, v):
-        raise ValueError(schedules.NO_RING if schedule.ring else schedules.UNSPECIALIZED)
+    plan = plan_forward(
+        q, k, v, layout, window,
+        schedule=schedule, programs_per_tile=programs_per_tile, cut=cut,
+    )  # fmt: skip
+    schedule, cut = plan.schedule, plan.cut
     device = q.device
     tables = layout.tables(device)
-    keys, longest = key_block(head_dim), layout.longest_context
-    once = schedule.ring > 0 and window is None and schedules.reads_shared_keys_once(k)
     call = ForwardCall(
         q=q,
         k=k,
@@ -173,46 +173,27 @@ def attention_fwd(
         lse=lse,
         tiles=layout.tiles(device, group, schedule.rows),
         numbers=(tables.query_start, tables.query_len, tables.context_len),
-        shared=tables.shared if once else None,
+        shared=tables.shared if cut is not None and reads_once(k, layout, window) else None,
         block_table=tables.block_table,
         block_size=layout.block_size if isinstance(layout, PagedAttention) else None,
-        keys=keys,
-        most_blocks=cdiv(longest, keys),
-        stored=next_power_of_2(min(most_rows, schedule.rows)),
+        keys=key_block(head_dim),
+        most_blocks=plan.most_blocks,
+        stored=plan.stored,
         reach=schedules.reach(window),
         windowed=window is not None,
         settled=layout.settled,
         factor=scale * schedules.LOG2E,
     )
-    if cut is not None and not schedule.ring:
-        raise ValueError(schedules.NO_RING)
-    if cut is not None and programs_per_tile is not None:
-        raise ValueError("attention: a cut says how many programs a tile has; give no number too.")
     if schedule.specialized:
         attention_hopper_fwd(call, layout, window)
-        return out, lse
-    grid, dim, multiprocessors = call.grid, call.dim, sm_count(device)
-    if schedule.ring:
-        if programs_per_tile is not None:
-            cut = Cut.even(grid, programs_per_tile)
-        elif cut is None:
-            sizes = grid, most_rows, head_dim, multiprocessors, window
-            cut = schedules.decode_cut(layout, *sizes, read_once=call.shared is not None)
-        cut.check(grid)
-        tickets = layout.tickets(device, grid - cut.whole) if cut.whole < grid else None
+    elif cut is not None:
+        tickets = layout.tickets(device, plan.divided) if plan.divided else None
         sums = None
         if call.shared is not None:
             sums = _shared_sums(call, call.shared, layout, shared_schedule, programs_per_tile)
-        places = schedule.resident * multiprocessors
-        slices = schedules.slices_for(cut, grid, dim, places) if schedule.spread else 1
-        attention_decode_fwd(call, schedule, cut, slices, tickets, sums)
-        return out, lse
-    programs = programs_per_tile
-    if programs is None:
-        places = schedule.resident * multiprocessors
-        programs = schedules.programs_for(grid, call.most_blocks, most_rows, dim, places)
-    if programs > 1:
-        attention_split_fwd(call, schedule, programs)
+        attention_decode_fwd(call, schedule, cut, plan.slices, tickets, sums)
+    elif plan.programs > 1:
+        attention_split_fwd(call, schedule, plan.programs)
     else:
         _walk_fwd(call, schedule)
     return out, lse

@@ -118,9 +118,8 @@ class AttentionLayout:
                 f"attention layout: {len(self.query_starts)} starts, {len(self.query_lens)} query "
                 f"lengths and {len(self.context_lens)} context lengths; one of each per sequence."
             )
-        for i, (queries, context) in enumerate(
-            zip(self.query_lens, self.context_lens, strict=True)
-        ):
+        lens = zip(self.query_lens, self.context_lens, strict=True)
+        for i, (queries, context) in enumerate(lens):
             if not 0 <= queries <= context:
                 raise ValueError(
                     f"attention layout: sequence {i} has {queries} queries and {context} keys; "
@@ -209,6 +208,11 @@ class AttentionLayout:
     def block_table(self) -> Tensor:
         """[sequences, most blocks] int32 on the CPU; [1, 1] where keys are packed."""
         return torch.zeros(1, 1, dtype=torch.int32)
+
+    @_once
+    def num_tiles(self, group: int, rows_per_tile: int) -> int:
+        """The number of `tiles`."""
+        return sum(cdiv(n * group, rows_per_tile) for n in self.query_lens)
 
     @_once
     def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
@@ -301,9 +305,8 @@ class PagedAttention(AttentionLayout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for i, (table, context) in enumerate(
-            zip(self.block_tables, self.context_lens, strict=True)
-        ):
+        tables = zip(self.block_tables, self.context_lens, strict=True)
+        for i, (table, context) in enumerate(tables):
             if len(table) * self.block_size < context:
                 raise ValueError(
                     f"paged attention: sequence {i} has {context} tokens but its {len(table)} "
@@ -311,6 +314,11 @@ class PagedAttention(AttentionLayout):
                 )
         numbers = self.query_starts, self.query_lens, self.context_lens
         check_runs(self.shared_runs, *numbers, self.block_tables, self.block_size)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether sequences share keys, as far as a schedule should know."""
+        return bool(self.shared_runs)
 
     def shared(self, device: torch.device) -> SharedTables | None:
         if not self.shared_runs:

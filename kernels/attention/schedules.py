@@ -12,9 +12,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.decode_cut import Cut, cut_for
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
-from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
+from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 
 LOG2E = 1.4426950408889634
@@ -29,18 +28,10 @@ NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, a head_dim of at least "
     "48 and rows 32 bytes apart; leave the schedule out to have one chosen."
 )
-FEW_ROWS = 64
-"""Up to this many rows of a sequence and KV head, a call takes a decode schedule."""
 SPLIT_ROWS = 16
 """Up to this many rows, the key blocks of a tile may be spread over programs."""
 SPLIT_BYTES = 256 << 20
 """The most memory for spread key blocks; tiles that need more are not split."""
-SPREAD_ROWS = 256
-"""Written rows of a tile from which on several programs fold faster than one."""
-NARROWEST = 8
-"""Columns of the narrowest slice that a program folds: 32 bytes, as many as lanes."""
-CROWDED_COLUMNS = 80
-"""Columns of a head up to which a multiprocessor holds three programs of decode."""
 CHAIN_BYTES = 2 << 30
 """The most memory for the sums of dq; where they need more, two kernels do the backward pass."""
 WIDE_BYTES = 225 << 10
@@ -62,6 +53,11 @@ def key_block(head_dim: int) -> int:
 def padded(head_dim: int) -> int:
     """D as the kernels hold it: a power of two of at least 16, with zeros past D."""
     return max(next_power_of_2(head_dim), 16)
+
+
+def scanned(most_blocks: int) -> int:
+    """Key blocks over which a tile's maxima are scanned, where programs without a ring share it."""
+    return max(16, next_power_of_2(most_blocks))
 
 
 def hopper_columns(head_dim: int) -> int:
@@ -171,77 +167,9 @@ compute dq as well."""
 SPECIALIZED = (FIVE_PRODUCTS, SEVEN_PRODUCTS)
 
 
-def pick_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int,
-    window: int | None = None,
-) -> Schedule:  # fmt: skip
-    """The forward schedule; `most_rows` is the largest number of rows of a sequence and KV head."""
-    few = most_rows <= FEW_ROWS
-    if q.dtype == torch.float32:
-        return _fitting(q, FP32_FORWARD)
-    if few and admits(DECODE_LAST, layout, q, k, v):
-        return _pick_ring(q, k, layout, most_rows, window)
-    if few:
-        return DECODE_POINTERS if q.shape[2] <= 128 else _fitting(q, FP32_FORWARD)
-    if admits(PREFILL_HOPPER, layout, q, k, v):
-        return PREFILL_HOPPER
-    if q.shape[2] > 128:
-        return PREFILL_WIDE_DESCRIPTORS if _holds_wide(q.device) else _fitting(q, PREFILL_WIDE)
-    return PREFILL_DESCRIPTORS if has_tma(q.device) else PREFILL_POINTERS
-
-
-def _pick_ring(
-    q: Tensor, k: Tensor, layout: AttentionLayout, most_rows: int, window: int | None
-) -> Schedule:
-    """The ring for the host's lengths, which bound a captured launch."""
-    multiprocessors, dim = sm_count(q.device), q.shape[2]
-    tiles = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * k.shape[1]
-    blocks = seen_blocks(layout.longest_context, layout, dim, window)
-    shares = layout.tables(q.device).shared is not None
-    once = shares and window is None and reads_shared_keys_once(k)
-    cut = decode_cut(layout, tiles, most_rows, dim, multiprocessors, window, read_once=once)
-    if cut.whole < tiles:
-        places = DECODE_SPREAD.resident * multiprocessors
-        if cut.programs > places and hopper_columns(dim) <= CROWDED_COLUMNS:
-            return DECODE_CROWDED
-        sliced = slices_for(cut, tiles, dim, places) > 1
-        return DECODE_SPREAD if sliced and blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
-    # 80 and 128 tiles of 4 to 96 blocks on an H100: 1 to 10 % faster than the ring of 3 with heads
-    # of 64, 1 to 6 % with 96. Heads of 128 are 1 to 8 % slower with it.
-    return DECODE_DEEP if tiles <= multiprocessors and dim < 128 else DECODE_LAST
-
-
-def _fitting(q: Tensor, schedule: Schedule) -> Schedule:
-    """The schedule of fp32 or of heads above 128; ValueError if the device's shared memory is too
-    small for its key blocks."""
-    columns = padded(q.shape[2])
-    needed = q.dtype.itemsize * columns * (schedule.rows + 2 * key_block(q.shape[2]))
-    limit = shared_memory(q.device)
-    if limit < needed:
-        raise ValueError(
-            f"attention: {q.dtype} with head_dim {q.shape[2]} needs {needed >> 10} KB of shared "
-            f"memory for a block of keys and {q.device} has {limit >> 10} KB. Use a 16-bit dtype, "
-            "a smaller head_dim, or a GPU of compute capability 8.0 or 9.0."
-        )
-    return schedule
-
-
-def _holds_wide(device: torch.device) -> bool:
+def holds_wide(device: torch.device) -> bool:
     """Whether tiles of heads above 128 fit a program twice over: server GPUs from sm_90 on."""
     return has_tma(device) and shared_memory(device) >= WIDE_BYTES
-
-
-def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: int) -> int:
-    """Programs that share each tile's key blocks: enough to fill the device's `places`.
-
-    1 where the tiles alone fill it, or where written blocks would take more than `SPLIT_BYTES`.
-    """
-    if most_rows > SPLIT_ROWS or most_blocks < 4:
-        return 1
-    written = grid * most_blocks * next_power_of_2(most_rows)
-    if written * (dim + 11) * 4 > SPLIT_BYTES:
-        return 1
-    return max(1, min(most_blocks, places // grid))
 
 
 def pick_shared(
@@ -266,62 +194,9 @@ def pick_shared(
     return SHARED_DEEP if high_tiles <= places else SHARED_HIGH, 1
 
 
-def seen_blocks(context: int, layout: AttentionLayout, head_dim: int, window: int | None) -> int:
-    """The most key blocks of a context that a tile of few rows walks over."""
-    keys = key_block(head_dim)
-    if window is not None:
-        # From the border of the first block that the first query sees to the last query.
-        context = min(context, window + layout.most_queries + keys - 2)
-    return cdiv(context, keys)
-
-
-def decode_cut(
-    layout: AttentionLayout, tiles: int, most_rows: int, head_dim: int, multiprocessors: int,
-    window: int | None = None, *, read_once: bool,
-) -> Cut:  # fmt: skip
-    """How a ring's tiles, counted once per KV head, are dealt to programs.
-
-    With `read_once` another kernel reads some keys of sequences that share them, and the host does
-    not know how many blocks are left.
-    """
-    dim = padded(head_dim)
-    most_blocks = seen_blocks(layout.longest_context, layout, head_dim, window)
-    plain = programs_for(tiles, most_blocks, most_rows, dim, multiprocessors)
-    if most_rows > SPLIT_ROWS or read_once:
-        return Cut.even(tiles, plain)
-    written = 4 * next_power_of_2(most_rows) * (dim + 9)
-    cut = cut_for(
-        tiles,
-        seen_blocks(layout.mean_context, layout, head_dim, window),
-        written,
-        multiprocessors=multiprocessors,
-        resident=(
-            DECODE_CROWDED if hopper_columns(head_dim) <= CROWDED_COLUMNS else DECODE_SPREAD
-        ).resident,
-        plain=plain,
-        exact=layout.exact,
-    )
-    # There is room for all blocks of a context, also where a window leaves some out.
-    room = (tiles - cut.whole) * cdiv(layout.longest_context, key_block(head_dim)) * written
-    fits = room <= SPLIT_BYTES
-    return cut if fits else Cut.even(tiles, plain)
-
-
-def slices_for(cut: Cut, tiles: int, dim: int, places: int) -> int:
-    """Programs of a tile that fold a slice of its `dim` columns each: a power of two.
-
-    1 where a tile is whole, or where the launch exceeds the device's `places`: folding programs
-    wait for all the others, which must run at the same time.
-    """
-    if cut.whole or cut.programs > places:
-        return 1
-    most = max(1, min(cut.programs // tiles, dim // NARROWEST))
-    return 1 << (most.bit_length() - 1)
-
-
 def pick_backward(described: Schedule, q: Tensor) -> Schedule:
     """The schedule of a backward kernel; `described` is its entry for sm_90."""
-    if q.shape[2] > 128 and q.dtype != torch.float32 and _holds_wide(q.device):
+    if q.shape[2] > 128 and q.dtype != torch.float32 and holds_wide(q.device):
         return BACKWARD_WIDE_DESCRIPTORS
     if q.dtype == torch.float32 or q.shape[2] > 128:
         return BACKWARD_WIDE

@@ -35,6 +35,12 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
+def attention_windows(model: nn.Module) -> list[int | None]:
+    """The windows of the decoder's layers, each once; None is none."""
+    layers: Any = _decoder(model).layers
+    return list(dict.fromkeys(layer.self_attn.window for layer in layers))
+
+
 def layer_parameters(model: nn.Module) -> int:
     """Parameters that a row meets in the largest decoder layer: of experts, those of its own."""
     return max((_met_by_a_row(layer) for layer in _decoder(model).layers), default=0)

@@ -99,7 +99,7 @@ def test_after_a_warm_up_no_step_compiles(model, new_process, monkeypatch, sampl
 
 def test_without_the_calls_ahead_steps_compile(model, new_process, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(model_runner, "ragged_shapes", lambda bounds: ())
+    monkeypatch.setattr(model_runner, "ragged_shapes", lambda bounds, kernels: ())
     engine = engine_of(model)
     engine.warm_up(PLAIN)
     with compilations(monkeypatch) as later:

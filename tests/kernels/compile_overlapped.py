@@ -5,8 +5,8 @@ writes, prefetches and lets the next kernel start before. Nothing runs."""
 import torch
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.layout import PagedAttention, SequenceTables
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST

@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode_copies import (
     copy_keys,
     entries_of,
     prefetch_keys,
 )
+from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     all_written,
     finite,

@@ -38,7 +38,11 @@ from rl_consistency.rollout.device.pending_step import PendingStep, SampledRows
 from rl_consistency.rollout.device.ragged_call import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.ragged_graphs import CapturedPadded, RaggedGraphs
 from rl_consistency.rollout.device.random_stream import device_uniforms
-from rl_consistency.rollout.device.rollout_bounds import RolloutBounds, ragged_shapes
+from rl_consistency.rollout.device.rollout_bounds import (
+    RolloutBounds,
+    attention_kernels,
+    ragged_shapes,
+)
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.device.staging import to_device, to_host
 from rl_consistency.rollout.drafter import MAX_DRAFT
@@ -184,19 +188,14 @@ class ModelRunner:
             return 0
         rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
         most_keys = min(longest or self._capacity, self._capacity)
-        shapes = ragged_shapes(replace(bounds, longest=min(bounds.longest, most_keys)))
+        kernels = attention_kernels(self._model, self._cache.keys[0])
+        shapes = ragged_shapes(replace(bounds, longest=min(bounds.longest, most_keys)), kernels)
         calls: list[Callable[[], object]] = []
         if (graphs := self._graphs) is not None:
             sizes = {(rows, width_for(d)) for rows in bounds.batch_sizes for d in drafts}
+            run_padding = partial(graphs.run_padding, truncates=truncates, longest=most_keys)
             calls += [
-                partial(
-                    graphs.run_padding,
-                    rows,
-                    width,
-                    truncates=truncates,
-                    longest=most_keys,
-                    shared=shared,
-                )
+                partial(run_padding, rows, width, shared=shared)
                 for rows, width in sorted(sizes)
                 for shared in ((False, True) if shares and graphs.share_keys else (False,))
             ]

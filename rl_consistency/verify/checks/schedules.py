@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.decode_cut import Cut
+from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.layout import (
     AttentionLayout,
     PackedSequences,

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.kernels.attention import forward_plan
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import op as cpu
-from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
@@ -325,7 +325,7 @@ def test_another_key_block_fails_the_same_check(monkeypatch):
 
 
 def test_a_device_of_little_shared_memory_is_named(monkeypatch):
-    monkeypatch.setattr(attention_schedules, "shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(forward_plan, "shared_memory", lambda device: 99 << 10)
     q, k = torch.zeros(80, 2, 128), torch.zeros(80, 2, 128)
     layout = PackedSequences.of([0], [80])
     with pytest.raises(ValueError, match="float32 with head_dim 128 needs 136 KB .* has 99 KB"):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.decode_cut import Cut
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.layout import SequenceTables
 from rl_consistency.kernels.attention.schedules import (
     DECODE,

@@ -1,12 +1,23 @@
-"""Which schedule of attention a call gets, and what the schedules of decode may count on."""
+"""Which schedule of attention a call gets, how its tiles are dealt, and which kernel that is."""
 
 import pytest
 import torch
 
+from rl_consistency.kernels.attention import forward_plan
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.decode_cut import Cut
+from rl_consistency.kernels.attention.forward_plan import (
+    NARROWEST,
+    AlikeSequences,
+    decode_cut,
+    pick_forward,
+    plan_forward,
+    programs_for,
+    seen_blocks,
+    slices_for,
+)
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS
+from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import (
@@ -15,17 +26,11 @@ from rl_consistency.kernels.attention.schedules import (
     DECODE_LAST,
     DECODE_POINTERS,
     DECODE_SPREAD,
-    NARROWEST,
     PREFILL_DESCRIPTORS,
     PREFILL_HOPPER,
     PREFILL_WIDE_DESCRIPTORS,
-    decode_cut,
     key_block,
     padded,
-    pick_forward,
-    programs_for,
-    seen_blocks,
-    slices_for,
 )
 
 MULTIPROCESSORS = 132
@@ -36,7 +41,7 @@ SHARED, RESERVED = 228 << 10, 1 << 10
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """An H200, by what it says of itself."""
-    monkeypatch.setattr(attention_schedules, "sm_count", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(forward_plan, "sm_count", lambda device: MULTIPROCESSORS)
     monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
 
 
@@ -103,8 +108,9 @@ def test_divided_heads_of_64_that_fill_the_device_more_than_twice_run_three_at_a
 def test_heads_of_48_to_256_are_prefilled_with_specialised_warps_where_rows_are_aligned(
     head_dim, monkeypatch
 ):
-    monkeypatch.setattr(attention_schedules, "has_tma", lambda device: True)
-    monkeypatch.setattr(attention_schedules, "shared_memory", lambda device: SHARED)
+    for module in (attention_schedules, forward_plan):
+        monkeypatch.setattr(module, "has_tma", lambda device: True)
+        monkeypatch.setattr(module, "shared_memory", lambda device: SHARED - RESERVED)
     layout = PackedSequences.of([0, 300], [300, 40])
 
     def picks(padding):
@@ -124,7 +130,7 @@ def test_more_tiles_than_multiprocessors_do_not():
 
 def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
     assert programs_for(8, 256, 4, 128, 132) == 16
-    monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
+    monkeypatch.setattr(forward_plan, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
     assert programs_for(8, 256, 4, 128, 132) == 1
     assert picked([32768]) == DECODE_LAST
     assert cut_of([32768], read_once=False) == Cut.even(8, 1)
@@ -144,6 +150,52 @@ def test_slices_are_folded_only_where_the_whole_launch_fits_the_device(dim):
     assert [slices(0, 8 * n) for n in (2, 3, 8, 17)] == [2, 2, 8, 1]
     assert slices(0, 8 * 16) == slices(0, MULTIPROCESSORS) == min(16, dim // NARROWEST)
     assert slices(0, 8 * 4 - 1) == 2 and slices(1, 100) == 1
+
+
+def test_a_window_leaves_blocks_out_of_the_cut():
+    contexts = [8192] * 20
+    assert cut_of(contexts, read_once=False) == Cut(0, 528)
+    assert cut_of(contexts, window=1024, read_once=False) == Cut.even(160, 1)
+    layout = paged(contexts)
+    assert seen_blocks(8192, layout, 128, None) == 64
+    assert seen_blocks(8192, layout, 128, 1024) == 9 and seen_blocks(8192, layout, 128, 1) == 1
+    assert seen_blocks(100, layout, 128, 1024) == 1
+
+
+def test_a_cut_that_would_not_be_used_is_refused():
+    layout = paged([512, 512])
+    cache = layout.key_cache[0][0]
+    q = torch.empty(2, 8, 128, dtype=torch.bfloat16)
+    for choice in ({"schedule": DECODE_POINTERS}, {"programs_per_tile": 2}):
+        with pytest.raises(ValueError, match="a ring of buffers needs|a cut says how many"):
+            attention_fwd(q, cache, cache, layout, 1.0, None, cut=Cut.even(16, 1), **choice)
+
+
+def test_plans_of_one_kernel_differ_in_what_is_no_part_of_it():
+    def kernel(contexts, dtype=torch.bfloat16, queries=1):
+        layout = paged(contexts, queries)
+        cache = layout.key_cache[0][0].to(dtype)
+        return plan_forward(torch.empty(9, 32, 128, dtype=dtype), cache, cache, layout).kernel
+
+    assert kernel([8192] * 9) == kernel([8000] * 9) == kernel([8192, 7000] * 5)
+    whole, divided, sliced, both = ([300] * 9, [8192] * 9, [32768], [3000] * 72)
+    found = {kernel(contexts) for contexts in (whole, divided, sliced, both)}
+    assert len(found) == 4
+    assert kernel([32768]) != kernel([32768] * 2), "other slices"
+    assert kernel([300] * 9) != kernel([300] * 9, queries=2), "other stored rows"
+    fp32 = {kernel([n], torch.float32) for n in (300, 2000, 2048, 4096, 9000)}
+    assert len(fp32) == 4, "one program, and three widths of the scan"
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+def test_alike_sequences_have_the_plan_of_the_layout_that_they_stand_for(queries):
+    for count, past in ((1, 16), (7, 500), (40, 3000)):
+        layout = paged([past + queries] * count, queries)
+        cache = layout.key_cache[0]
+        alike = AlikeSequences.of(count, queries, past, cache)
+        q, k = torch.empty(1, 32, 128, dtype=torch.bfloat16), cache[0]
+        assert plan_forward(q, k, k, alike) == plan_forward(q, k, k, layout)
+        assert plan_forward(q, k, k, alike, 100) == plan_forward(q, k, k, layout, 100)
 
 
 RESIDENT = [
@@ -171,22 +223,3 @@ def test_programs_that_share_tiles_fit_a_multiprocessor_together(schedule, resid
             ring = schedule.ring * keys * dim * 2 + 16 * keys * 2
             held = max(ring, shared_bytes(stored, padded(dim) // slices, schedule.resident)) + 16
             assert resident * (held + RESERVED) <= SHARED
-
-
-def test_a_window_leaves_blocks_out_of_the_cut():
-    contexts = [8192] * 20
-    assert cut_of(contexts, read_once=False) == Cut(0, 528)
-    assert cut_of(contexts, window=1024, read_once=False) == Cut.even(160, 1)
-    layout = paged(contexts)
-    assert seen_blocks(8192, layout, 128, None) == 64
-    assert seen_blocks(8192, layout, 128, 1024) == 9 and seen_blocks(8192, layout, 128, 1) == 1
-    assert seen_blocks(100, layout, 128, 1024) == 1
-
-
-def test_a_cut_that_would_not_be_used_is_refused():
-    layout = paged([512, 512])
-    cache = layout.key_cache[0][0]
-    q = torch.empty(2, 8, 128, dtype=torch.bfloat16)
-    for choice in ({"schedule": DECODE_POINTERS}, {"programs_per_tile": 2}):
-        with pytest.raises(ValueError, match="a ring of buffers needs|a cut says how many"):
-            attention_fwd(q, cache, cache, layout, 1.0, None, cut=Cut.even(16, 1), **choice)
