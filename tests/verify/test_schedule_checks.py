@@ -70,7 +70,7 @@ def few(monkeypatch):
             table = getattr(module, name)
             monkeypatch.setattr(module, name, table[:count] if count > 0 else table[count:])
     sizes = {"EXPERTS": 5, "HIDDEN": 40, "INNER": 24, "SUMMED": 600, "ROUTED": 12}
-    sizes["CALLS"] = {23: ([20, 1], [3, 17])}
+    sizes["CALLS"] = {23: ([20, 1], [3, 17]), 3: ([2, 0], [1, 1])}
     for name, size in sizes.items():
         monkeypatch.setattr(routing_schedule_checks, name, size)
 
