@@ -1,10 +1,11 @@
 """A small model, which every test builds for itself. Processes of tests share the cores that
-compile kernels."""
+compile kernels, and the GPU's memory."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +27,26 @@ SIZES = {
     "initializer_range": 0.2,
 }
 
+MOST_KEPT = 1 << 30
+"""Bytes that a process may keep from test to test."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def share_cores():
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1:
         use_workers(max(1, 2 * len(os.sched_getaffinity(0)) // processes))
+
+
+@pytest.fixture(autouse=True)
+def share_memory(request, tmp_path_factory) -> Iterator[None]:
+    """Large tests, of up to 34 GiB, take turns. None keeps memory that the allocator has cached."""
+    with (tmp_path_factory.getbasetemp().parent / "turn of large tests").open("w") as file:
+        if request.node.get_closest_marker("large"):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.memory_reserved() > MOST_KEPT:
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

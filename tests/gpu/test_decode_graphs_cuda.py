@@ -240,6 +240,7 @@ def test_a_step_through_stock_attention_is_close_to_one_sequence_at_a_time(small
     assert_within(logprobs[:, 0], logprobs[:, 1], "attention", torch.float32)
 
 
+@pytest.mark.large
 def test_a_cache_of_more_than_two_to_the_31_elements_is_written_at_its_end():
     blocks = 2**31 // (16 * 8 * 128) + 1
     cache = torch.zeros(blocks, 16, 8, 128, dtype=torch.bfloat16, device="cuda")

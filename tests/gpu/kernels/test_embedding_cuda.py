@@ -91,6 +91,7 @@ def test_no_tokens_give_no_rows_and_zero_gradient():
     assert not weight.grad.any()
 
 
+@pytest.mark.large
 def test_offsets_beyond_31_bits():
     weight = torch.empty(2**19 + 8, 4096 + 8, device="cuda", dtype=torch.bfloat16)
     weight[-8:] = probe((8, 4096 + 8), torch.bfloat16).cuda()

@@ -123,6 +123,7 @@ def test_compiled_and_captured_equal_eager():
     assert same_bytes(y, expected[0])
 
 
+@pytest.mark.large
 def test_offsets_past_two_to_the_31():
     gate, up, _ = (x.flatten() for x in operands(torch.bfloat16))
     rows = torch.zeros(2, 2**31 + len(gate), dtype=torch.bfloat16, device="cuda")

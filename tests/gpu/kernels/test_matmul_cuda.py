@@ -185,6 +185,7 @@ def test_a_product_over_nothing_is_zero_plus_the_bias():
     assert same_bytes(matmul_nn(a, b.t()), torch.zeros(3, 4, device=DEVICE))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["tma", "pointer"])
 def test_results_past_2_to_the_31_elements(kind):
     """The last rows of a result whose offsets do not fit in 32 bits."""
@@ -198,6 +199,7 @@ def test_results_past_2_to_the_31_elements(kind):
     assert same_bytes(y[:200], matmul_fwd(a[:200], b, None, "nt", torch.bfloat16))
 
 
+@pytest.mark.large
 def test_operands_past_2_to_the_31_elements():
     m, k = 33000, 65536
     a = torch.zeros(m, k, dtype=torch.bfloat16, device=DEVICE)

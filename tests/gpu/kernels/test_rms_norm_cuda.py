@@ -215,6 +215,7 @@ def test_compiled_and_captured_equal_eager():
     assert same_bytes(y, expected[0])
 
 
+@pytest.mark.large
 def test_offsets_past_two_to_the_31():
     rows, width = 2**31 // 4096 + 17, 4096
     x = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
@@ -223,6 +224,7 @@ def test_offsets_past_two_to_the_31():
     assert same_bytes(y[-16:], rms_norm(x[-16:].clone(), weight, EPS))
 
 
+@pytest.mark.large
 def test_gradients_of_narrow_rows_past_two_to_the_31():
     heads, width = 16, 128
     tokens = 2**31 // (heads * width) + 16

@@ -94,6 +94,7 @@ def test_compiled_and_captured_equal_eager():
     assert all(map(same_bytes, captured, expected))
 
 
+@pytest.mark.large
 def test_offsets_past_two_to_the_31():
     q, k, cos, sin, _ = operands((16, 16, 1, 128), torch.bfloat16)
     tokens = 2**31 // (16 * 128) + 16

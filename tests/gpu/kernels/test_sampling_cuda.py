@@ -181,6 +181,7 @@ def test_nothing_of_the_size_of_the_logits_is_written_and_nobody_waits(truncates
     assert torch.cuda.max_memory_allocated() - before < values.numel() * 4 // 8
 
 
+@pytest.mark.large
 def test_logits_past_two_to_the_31_elements():
     count = 14200
     values = torch.zeros(count, QWEN, device="cuda")

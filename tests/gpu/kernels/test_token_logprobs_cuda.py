@@ -328,6 +328,7 @@ def test_bad_targets_are_refused():
             token_logprobs(hidden, weight, torch.full_like(targets, bad), uniform())
 
 
+@pytest.mark.large
 def test_logits_past_two_to_the_31_elements():
     """16,384 rows of 151,936 logits: offsets beyond 32 bits, and memory that does not grow so."""
     torch.cuda.empty_cache()

@@ -285,6 +285,7 @@ def test_compiled_equals_eager(case):
     assert all_same(compiled(q, k, v), doubled(q, k, v))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("programs", [1, 7])
 def test_a_cache_of_more_than_2_to_the_31_elements(programs):
     blocks = 2**31 // (BLOCK * MAIN.kv_heads * MAIN.dim) + 300
@@ -302,6 +303,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements(programs):
     assert all_same(found, at_edges(among(MAIN)[0]))
 
 
+@pytest.mark.large
 def test_packed_rows_past_2_to_the_31_elements():
     case = Case(BF16, 128, kv_heads=4)
     parts = sequence(case, 3)

@@ -115,6 +115,7 @@ def test_steps_of_zero_gradient_change_nothing(filler, magnitude):
             assert not (torch.signbit(plain) & (plain == 0)).any()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["tma", "pointer"])
 def test_offsets_beyond_31_bits(kind):
     """A gradient of more than 2**31 elements, and its last rows alone."""
@@ -130,6 +131,7 @@ def test_offsets_beyond_31_bits(kind):
     assert same_bytes(buffer[-256:], tail)
 
 
+@pytest.mark.large
 def test_operand_offsets_beyond_31_bits():
     tokens, n = 16384, 2**17 + 256
     dy = torch.zeros(tokens, n, device="cuda", dtype=torch.bfloat16)
