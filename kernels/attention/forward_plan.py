@@ -87,6 +87,9 @@ class ForwardPlan:
         return self.schedule, None, None
 
 
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlikeSequences(PagedAttention):
     """Paged sequences of equally many queries and keys, for plans alone: there is no table."""
@@ -101,7 +104,7 @@ class AlikeSequences(PagedAttention):
             query_lens=[queries] * sequences,
             context_lens=[past + queries] * sequences,
             block_tables=(),
-            slot_mapping=cache.new_empty(0, dtype=torch.int64),
+            slot_mapping=_NO_SLOTS,
             key_cache=(cache,),
             value_cache=(cache,),
             block_size=cache.shape[1],

@@ -27,7 +27,10 @@ EACH_OF = 40
 """Up to so many sequences behind a past every number is tried. Their tiles alone do not fill a GPU,
 and how many programs share a tile changes from one number to the next."""
 
-MORE_SEQUENCES, MORE_KEYS = 1.1, 1.3
+SHORTEST_PAST = 48
+"""Keys of the shortest past that is tried: those of one block are all alike."""
+
+MORE_SEQUENCES, MORE_KEYS = 1.1, 1.4
 """The factors from one number of sequences, and of keys, to the next that is tried."""
 
 
@@ -94,7 +97,7 @@ def _continued(bounds: RolloutBounds) -> Iterator[RaggedShape]:
         most, longest = min(bounds.sequences, bounds.tokens // queries), bounds.longest - queries
         if most < 1 or longest < 1:
             return
-        pasts = _up_to(longest, 16, MORE_KEYS)
+        pasts = _up_to(longest, SHORTEST_PAST, MORE_KEYS)
         for sequences in (*range(1, min(most, EACH_OF)), *_up_to(most, EACH_OF, MORE_SEQUENCES)):
             for past in pasts:
                 yield RaggedShape(sequences=sequences, queries=queries, past=past)
