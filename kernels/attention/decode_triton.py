@@ -185,7 +185,8 @@ def attention_split_fwd(call: ForwardCall, schedule: Schedule, programs: int) ->
         STORED=call.stored, SOURCE=0 if call.block_size is None else 1, BLOCK=call.block_size or 1,
         num_warps=schedule.warps, **call.constants(schedule),
     )  # fmt: skip
-    left, right = torch.empty(2, len(written[0]), dtype=torch.float32, device=call.q.device)
+    # A row of one tensor for both may not lie on 16 bytes: Triton would compile another kernel.
+    left, right = (torch.empty_like(written[0]) for _ in range(2))
     columns = min(call.dim, COMBINED_COLUMNS)
     attention_combine_kernel[(call.grid, call.dim // columns)](
         call.out, call.lse, *written, left, right, call.tiles, *call.numbers, call.reach,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ CROWDED_COLUMNS = 80
 """Columns of a head up to which a multiprocessor holds three programs of decode."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ForwardPlan:
     """How a call runs; no field changes a bit."""
 
@@ -78,7 +79,8 @@ class ForwardPlan:
 
     @property
     def kernel(self) -> Hashable:
-        """Plans for the same operands and window with equal ones launch the same kernels."""
+        """What tells compiled kernels apart. For the same operands and window, plans with equal
+        ones launch the same kernels, on layouts that are not captured and share no keys."""
         if self.cut is not None:
             dealt = self.cut.whole > 0, self.divided > 0, self.slices
             return self.schedule, self.stored, dealt
@@ -129,7 +131,8 @@ def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int | None = None, *,
     schedule: Schedule | None = None, programs_per_tile: int | None = None, cut: Cut | None = None,
 ) -> ForwardPlan:  # fmt: skip
-    """The plan of a call with at least one query; what is given is taken as it is.
+    """The plan of a call with at least one query. A schedule, number of programs or cut that is
+    given replaces the rules' choice.
 
     ValueError where operands, layout or device do not admit what is given, or have no schedule.
     """
@@ -145,21 +148,18 @@ def plan_forward(
     if cut is not None and programs_per_tile is not None:
         raise ValueError("attention: a cut says how many programs a tile has; give no number too.")
     tiles = layout.num_tiles(group, schedule.rows) * kv_heads
-    sizes = {
-        "schedule": schedule,
-        "tiles": tiles,
-        "stored": next_power_of_2(min(most_rows, schedule.rows)),
-        "most_blocks": cdiv(layout.longest_context, key_block(head_dim)),
-    }
+    stored = next_power_of_2(min(most_rows, schedule.rows))
+    most_blocks = cdiv(layout.longest_context, key_block(head_dim))
+    plan = partial(ForwardPlan, schedule, tiles, stored, most_blocks)
     if schedule.specialized:
-        return ForwardPlan(**sizes)
+        return plan()
     multiprocessors, dim = sm_count(device), padded(head_dim)
     places = schedule.resident * multiprocessors
     if not schedule.ring:
         programs = programs_per_tile
         if programs is None:
-            programs = programs_for(tiles, sizes["most_blocks"], most_rows, dim, places)
-        return ForwardPlan(**sizes, programs=programs)
+            programs = programs_for(tiles, most_blocks, most_rows, dim, places)
+        return plan(programs=programs)
     if programs_per_tile is not None:
         cut = Cut.even(tiles, programs_per_tile)
     elif cut is None:
@@ -169,7 +169,7 @@ def plan_forward(
         )
     cut.check(tiles)
     slices = slices_for(cut, tiles, dim, places) if schedule.spread else 1
-    return ForwardPlan(**sizes, cut=cut, slices=slices)
+    return plan(cut=cut, slices=slices)
 
 
 def reads_once(k: Tensor, layout: AttentionLayout, window: int | None) -> bool:

@@ -25,8 +25,11 @@ LIBRARY_VARIABLES = ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVID
 
 
 def cache_directory() -> Path:
-    """The directory of the files; only this function reads `CACHE_VARIABLE`. RuntimeError where the
-    user, or the one that the variable names, has no home."""
+    """The directory of the files; only this function reads `CACHE_VARIABLE`.
+
+    RuntimeError where the user, or the one that the variable names, has no home; FileNotFoundError
+    where it names a relative path and the process's directory is gone.
+    """
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser().absolute()  # a process may change its directory
@@ -35,14 +38,14 @@ def cache_directory() -> Path:
 
 def cache_file(what: str, identity: Mapping[str, str]) -> Path | None:
     """The file that keeps `what` for one identity. With a file for each, no environment replaces
-    what another has struck. None, with a warning, where there is no home for it."""
+    what another has struck. None, with a warning, where there is no place for it."""
     name = "".join(c if c.isalnum() else "_" for c in identity["device"])
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     try:
         return cache_directory() / f"{what}_{name}_{digest}.json"
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         warnings.warn(
-            f"{what} last for this process: {error} Set {CACHE_VARIABLE} to a directory.",
+            f"{what} last for this process: {error}. Set {CACHE_VARIABLE} to a directory.",
             stacklevel=2,
         )
         return None

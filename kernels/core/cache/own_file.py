@@ -54,8 +54,8 @@ def make_own(folder: Path) -> bool:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = os.lstat(folder)
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if is_own and stat.S_IMODE(found.st_mode) != 0o700:
-        folder.chmod(0o700)
+    if is_own and found.st_mode & 0o077:
+        folder.chmod(found.st_mode & 0o700)  # who made it read-only meant it
     _require_own(folder, os.lstat(folder))
     return not found.st_mode & 0o022
 
@@ -71,7 +71,7 @@ def replace_whole(path: Path, content: Any) -> None:
             json.dump(content, file, indent=1)
         os.replace(name, path)
     except BaseException:  # an interrupt too leaves no part behind
-        os.unlink(name)
+        Path(name).unlink(missing_ok=True)  # it may have come after the rename
         raise
 
 

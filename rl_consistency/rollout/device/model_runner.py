@@ -73,7 +73,8 @@ class ModelRunner:
         self._cache = KVCache.allocate(model, max_num_seqs=max_num_seqs, **size)
         block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
-        self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
+        self.room = self.num_blocks * block_size  # tokens whose keys and values fit
+        self._capacity = min(model.config.max_position_embeddings, self.room)
         self._state = DeviceState(
             max_num_seqs,
             width=-(-self._capacity // block_size),
@@ -188,9 +189,10 @@ class ModelRunner:
             return 0
         rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
         most_keys = min(longest or self._capacity, self._capacity)
-        kernels = attention_kernels(self._model, self._cache.keys[0])
-        shapes = ragged_shapes(replace(bounds, longest=min(bounds.longest, most_keys)), kernels)
-        calls: list[Callable[[], object]] = []
+        draft = 0 if self._graphs is not None else max(drafts)
+        within = replace(bounds, longest=min(bounds.longest, most_keys), draft=draft)
+        shapes = ragged_shapes(within, attention_kernels(self._model, self._cache.keys[0]))
+        calls = [partial(self._run_padding, shape, truncates) for shape in shapes]
         if (graphs := self._graphs) is not None:
             sizes = {(rows, width_for(d)) for rows in bounds.batch_sizes for d in drafts}
             run_padding = partial(graphs.run_padding, truncates=truncates, longest=most_keys)
@@ -199,7 +201,6 @@ class ModelRunner:
                 for rows, width in sorted(sizes)
                 for shared in ((False, True) if shares and graphs.share_keys else (False,))
             ]
-        calls += [partial(self._run_padding, shape, truncates) for shape in shapes]
         if captures and (padded := self._ragged_graphs) is not None:
             rows = ragged_graphs.buckets_up_to(bounds.tokens)
             calls += [partial(padded.run_padding, n, truncates=truncates) for n in rows]

@@ -1,7 +1,7 @@
 """How large the calls of a rollout may get, and calls of all kinds within these bounds.
 
 Schedules are picked by sizes, so calls of other sizes run other kernels. The calls here meet the
-kernels of all others. Attention is asked for its plans; every other op by being run.
+kernels of all others. For attention its plans tell which; every other op is run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.forward_plan import AlikeSequences, plan_forward
 from rl_consistency.models.forward import attention_windows
+from rl_consistency.numerics.strict import is_canonical
 from rl_consistency.rollout.device.ragged_call import RaggedShape
 
 GROWTH = 1.19
@@ -21,16 +22,17 @@ GROWTH = 1.19
 next."""
 
 CHUNKS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 64, 80)
-"""New tokens of a sequence behind a past, as the prefix cache leaves them."""
+"""New tokens of a sequence behind a past: what the prefix cache leaves, drafts without graphs, and
+pieces of long prompts."""
 
-EACH_OF = 40
+EVERY_NUMBER_TO = 40
 """Up to so many sequences behind a past every number is tried. Their tiles alone do not fill a GPU,
 and how many programs share a tile changes from one number to the next."""
 
 SHORTEST_PAST = 48
 """Keys of the shortest past that is tried: those of one block are all alike."""
 
-MORE_SEQUENCES, MORE_KEYS = 1.1, 1.4
+SEQUENCES_GROWTH, KEYS_GROWTH = 1.1, 1.4
 """The factors from one number of sequences, and of keys, to the next that is tried."""
 
 
@@ -46,6 +48,8 @@ class RolloutBounds:
     """Tokens of one sequence."""
     batch_sizes: tuple[int, ...]
     """Numbers of sequences that decode together."""
+    draft: int = 0
+    """Tokens of the longest draft that is verified without a graph."""
 
 
 def row_counts(most: int) -> list[int]:
@@ -61,35 +65,41 @@ def row_counts(most: int) -> list[int]:
 
 
 def ragged_shapes(
-    bounds: RolloutBounds, kernels: Callable[[RaggedShape], Hashable]
+    bounds: RolloutBounds, kernels_of: Callable[[RaggedShape], Hashable]
 ) -> Iterator[RaggedShape]:
-    """Calls of chunks that continue a past, one for each of the attention `kernels` that such calls
-    have; then of new prompts, for all numbers of tokens and sampled rows. The first take the
-    compiler the longest."""
+    """Calls of chunks that continue a past, one for each that `kernels_of` tells from the others;
+    then of new prompts, for all numbers of tokens and sampled rows. The first take the compiler the
+    longest.
+
+    Chunks of a call are alike here. One long chunk among short ones may have a kernel that none of
+    these has, if a step has fewer tokens than 17 times its sequences.
+    """
     met = set()
     for shape in _continued(bounds):
-        if (found := kernels(shape)) not in met:
+        if (found := kernels_of(shape)) not in met:
             met.add(found)
             yield shape
     for rows in row_counts(bounds.tokens):
         sequences = -(-rows // bounds.longest)
         if sequences <= bounds.sequences:
             queries = rows // sequences
-            sampled = min(rows, bounds.sequences)
+            sampled = min(rows, bounds.sequences * (1 + bounds.draft))
             yield RaggedShape(sequences=sequences, queries=queries, sampled=sampled)
 
 
 def attention_kernels(model: Any, cache: Tensor) -> Callable[[RaggedShape], Hashable]:
-    """The function that tells which attention kernels a call that continues a past has; `cache`
-    [blocks, block_size, Hkv, D] lies as that of every layer."""
+    """The function that tells which attention kernels a call that continues a past has. `cache`
+    [blocks, block_size, Hkv, D] is any layer's; all have its shape, strides and dtype."""
+    if not is_canonical("attention"):
+        return lambda shape: None
     q = cache.new_empty((1, model.config.num_attention_heads, cache.shape[-1]))
     keys, windows = cache.view(-1, *cache.shape[2:]), attention_windows(model)
 
-    def kernels(shape: RaggedShape) -> Hashable:
+    def kernels_of(shape: RaggedShape) -> Hashable:
         layout = AlikeSequences.of(shape.sequences, shape.queries, shape.past, cache)
         return tuple([plan_forward(q, keys, keys, layout, window).kernel for window in windows])
 
-    return kernels
+    return kernels_of
 
 
 def _continued(bounds: RolloutBounds) -> Iterator[RaggedShape]:
@@ -97,8 +107,9 @@ def _continued(bounds: RolloutBounds) -> Iterator[RaggedShape]:
         most, longest = min(bounds.sequences, bounds.tokens // queries), bounds.longest - queries
         if most < 1 or longest < 1:
             return
-        pasts = _up_to(longest, SHORTEST_PAST, MORE_KEYS)
-        for sequences in (*range(1, min(most, EACH_OF)), *_up_to(most, EACH_OF, MORE_SEQUENCES)):
+        pasts = _up_to(longest, SHORTEST_PAST, KEYS_GROWTH)
+        few = range(1, min(most, EVERY_NUMBER_TO))
+        for sequences in (*few, *_up_to(most, EVERY_NUMBER_TO, SEQUENCES_GROWTH)):
             for past in pasts:
                 yield RaggedShape(sequences=sequences, queries=queries, past=past)
 
@@ -108,5 +119,5 @@ def _up_to(most: int, first: int, factor: float) -> list[int]:
     found, number = [], first
     while number < most:
         found.append(number)
-        number = int(number * factor)
+        number = max(number + 1, int(number * factor))
     return [*found, most]

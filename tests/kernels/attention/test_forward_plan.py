@@ -1,9 +1,12 @@
 """Which schedule of attention a call gets, how its tiles are dealt, and which kernel that is."""
 
+from collections import defaultdict
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rl_consistency.kernels.attention import forward_plan
+from rl_consistency.kernels.attention import decode_triton, forward_plan
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.forward_plan import (
     NARROWEST,
@@ -12,6 +15,7 @@ from rl_consistency.kernels.attention.forward_plan import (
     pick_forward,
     plan_forward,
     programs_for,
+    reads_once,
     seen_blocks,
     slices_for,
 )
@@ -32,6 +36,7 @@ from rl_consistency.kernels.attention.schedules import (
     key_block,
     padded,
 )
+from rl_consistency.kernels.attention.shared_keys import SharedRun
 
 MULTIPROCESSORS = 132
 SHARED, RESERVED = 228 << 10, 1 << 10
@@ -185,6 +190,38 @@ def test_plans_of_one_kernel_differ_in_what_is_no_part_of_it():
     assert kernel([300] * 9) != kernel([300] * 9, queries=2), "other stored rows"
     fp32 = {kernel([n], torch.float32) for n in (300, 2000, 2048, 4096, 9000)}
     assert len(fp32) == 4, "one program, and three widths of the scan"
+    assert kernel([2000], torch.float32) != kernel([2000], torch.float32, queries=2)
+
+
+def test_only_calls_that_share_keys_and_have_no_window_leave_keys_to_another_kernel():
+    layout = paged([512, 512])
+    k = layout.key_cache[0][0]
+    assert not reads_once(k, layout, None)
+    shares = replace(layout, shared_runs=[SharedRun(0, 2, 256)])
+    assert reads_once(k, shares, None) and not reads_once(k, shares, 100)
+    assert not reads_once(k.float(), shares, None)
+    assert not reads_once(k, PackedSequences.of([0], [5]), None)
+
+
+def test_a_cut_that_does_not_fit_its_tiles_is_refused():
+    layout = paged([512, 512])
+    cache, q = layout.key_cache[0][0], torch.empty(2, 8, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="for 16 tiles; each needs a program"):
+        plan_forward(q, cache, cache, layout, cut=Cut(0, 15))
+
+
+def test_programs_that_share_a_tile_keep_its_factors_in_tensors_of_their_own(monkeypatch):
+    """Triton compiles another kernel for an address that is not on 16 bytes."""
+    launched = {}
+    for name in ("attention_block_kernel", "attention_combine_kernel"):
+        kernel = defaultdict(lambda name=name: lambda *a, **_: launched.update({name: a}))
+        monkeypatch.setattr(decode_triton, name, kernel)
+    layout = paged([1300], head_dim=32)
+    cache = torch.empty(16, 3, 32)
+    attention_fwd(torch.empty(1, 3, 32), cache, cache, layout, 1.0, None, programs_per_tile=2)
+    operands = [x for x in launched["attention_combine_kernel"] if isinstance(x, torch.Tensor)]
+    sums = [x for x in operands if x.is_floating_point()]
+    assert len(sums) == 7 and all(x.data_ptr() % 16 == 0 for x in sums)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 40])

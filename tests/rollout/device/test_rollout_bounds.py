@@ -1,6 +1,7 @@
 """The calls that stand for all others: no attention kernel of a later call is left out."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from rl_consistency.kernels.attention import forward_plan, schedules
 from rl_consistency.kernels.attention.forward_plan import plan_forward
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import rollout_bounds
 from rl_consistency.rollout.device.rollout_bounds import (
     RolloutBounds,
@@ -41,18 +43,27 @@ def cache_of(kv_heads, head_dim):
 
 
 def ahead(monkeypatch, heads, cache, windows, bounds):
-    """The shapes, and the kernels that they meet."""
+    """The shapes, and the kernels that they meet, by window."""
     monkeypatch.setattr(rollout_bounds, "attention_windows", lambda model: windows)
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
-    kernels = attention_kernels(model, cache)
-    shapes = [shape for shape in ragged_shapes(bounds, kernels) if shape.past]
-    return shapes, {kernels(shape) for shape in shapes}
+    shapes = ragged_shapes(bounds, attention_kernels(model, cache))
+    shapes = [shape for shape in shapes if shape.past]
+    return shapes, [
+        {kernel([s.queries] * s.sequences, [s.past] * s.sequences, heads, cache, w) for s in shapes}
+        for w in windows
+    ]
+
+
+def kernel(queries, pasts, heads, cache, window):
+    q = torch.empty(1, heads, cache.shape[-1], dtype=cache.dtype).expand(sum(queries), -1, -1)
+    keys = cache.view(-1, *cache.shape[2:])
+    return plan_forward(q, keys, keys, layout_of(queries, pasts, cache), window).kernel
 
 
 def chunks(draw, bounds):
     """Random lengths of chunks and of what they continue, within the bounds."""
     count = draw.choice([1, 2, 3, draw.randint(1, bounds.sequences), draw.randint(1, 40)])
-    most = draw.choice([1, 1, 2, 3, 4, 8, 16, 64])
+    most = draw.choice([1, 1, 2, 3, 4, 8, 16, 100])
     queries = [draw.choice([1, draw.randint(1, most)]) for _ in range(count)]
     while sum(queries) > bounds.tokens:
         queries.pop()
@@ -82,25 +93,41 @@ def test_every_chunk_behind_a_past_meets_a_kernel_of_the_shapes(
 ):
     bounds, cache = bounds_of(*sizes), cache_of(kv_heads, head_dim)
     shapes, met = ahead(monkeypatch, heads, cache, windows, bounds)
-    assert len(shapes) == len(met) < 80
-    by_window = [set(kernels) for kernels in zip(*met, strict=True)]
-    keys, draw = cache.view(-1, kv_heads, head_dim), random.Random(heads)
+    assert max(map(len, met)) <= len(shapes) < 80
+    draw = random.Random(heads)
     for _ in range(300):
         queries, pasts = chunks(draw, bounds)
-        q = torch.empty(sum(queries), heads, head_dim, dtype=torch.bfloat16)
-        layout = layout_of(queries, pasts, cache)
-        for window, kernels in zip(windows, by_window, strict=True):
-            assert plan_forward(q, keys, keys, layout, window).kernel in kernels, (queries, pasts)
+        for window, kernels in zip(windows, met, strict=True):
+            assert kernel(queries, pasts, heads, cache, window) in kernels, (queries, pasts)
 
 
 def test_few_numbers_of_sequences_would_leave_kernels_out(monkeypatch):
     """Negative control."""
     bounds, cache = bounds_of(256, 8192, 4096), cache_of(2, 64)
-    _, met = ahead(monkeypatch, 14, cache, [None], bounds)
-    monkeypatch.setattr(rollout_bounds, "EACH_OF", 1)
-    monkeypatch.setattr(rollout_bounds, "MORE_SEQUENCES", 300)
-    _, few = ahead(monkeypatch, 14, cache, [None], bounds)
+    _, [met] = ahead(monkeypatch, 14, cache, [None], bounds)
+    monkeypatch.setattr(rollout_bounds, "EVERY_NUMBER_TO", 1)
+    monkeypatch.setattr(rollout_bounds, "SEQUENCES_GROWTH", 300)
+    _, [few] = ahead(monkeypatch, 14, cache, [None], bounds)
     assert few < met
+
+
+def test_stock_attention_has_no_kernel_of_ours(monkeypatch):
+    """Nor is it refused where ours would not fit the device."""
+    monkeypatch.setattr(forward_plan, "shared_memory", lambda device: 99 << 10)
+    cache, bounds = cache_of(8, 128).float(), bounds_of(40, 600, 512)
+    with strict(except_=["attention"]):
+        shapes, _ = ahead(monkeypatch, 16, cache, [], bounds)
+    assert len(shapes) == 1
+    with pytest.raises(ValueError, match="needs 136 KB"):
+        ahead(monkeypatch, 16, cache, [None], bounds)
+
+
+def test_each_draft_without_a_graph_samples_more_rows():
+    def most(draft):
+        bounds = replace(bounds_of(3, 100, 64), draft=draft)
+        return max(shape.sampled for shape in ragged_shapes(bounds, lambda shape: 0))
+
+    assert (most(0), most(4)) == (3, 15)
 
 
 @pytest.mark.parametrize("sizes", [*BOUNDS, (2, 100, 30), (1, 1, 2), (3, 40, 17)])

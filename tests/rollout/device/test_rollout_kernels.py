@@ -157,8 +157,8 @@ def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, m
         ([[1, 2, 3]], {}, None),
         ([[1, 2, 3]] * 5, {}, (16, 5, 8)),
         ([[1, 2]], {"max_tokens": 9}, (2, 1, 16)),
-        ([[1, 2]], {"speculation": 3}, (2, 1, 8)),
-        ([[1, 2]], {"speculation": 3, "n": 2}, (4, 2, 8)),
+        ([[1, 2]], {"speculation": 3}, (4, 1, 8)),
+        ([[1, 2]], {"speculation": 3, "n": 2}, (8, 2, 8)),
     ],
 )
 def test_a_later_rollout_compiles_what_the_first_did_not_need(
@@ -175,6 +175,17 @@ def test_a_later_rollout_compiles_what_the_first_did_not_need(
         engine.generate(prompts, replace(first, **changes))
     later = [(b.tokens, b.sequences, b.longest) for b in asked[1:]]
     assert later == ([] if sizes is None else [sizes])
+
+
+def test_where_a_sequence_may_be_preempted_a_step_may_have_all_that_it_has_sampled(
+    model, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b.tokens))
+    for blocks in (6, 60):  # of 16 tokens
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=blocks, max_num_seqs=3)
+        engine.generate([[1, 2]] * 3, SamplingParams(max_tokens=40))
+    assert asked == [3 * 42, 3 * 2]
 
 
 def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, monkeypatch):

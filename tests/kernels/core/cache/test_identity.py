@@ -37,6 +37,15 @@ def test_without_a_home_there_is_a_warning_and_no_file(monkeypatch):
         assert cache_file("schedules", {"device": "A GPU"}) is None
 
 
+def test_a_relative_directory_of_a_process_without_one_is_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("RL_CONSISTENCY_CACHE", "cache")
+    with pytest.warns(UserWarning, match="certificates last for this process"):
+        assert cache_file("certificates", {"device": "A GPU"}) is None
+
+
 def test_each_identity_has_its_own_file(monkeypatch, tmp_path):
     monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
     one, two = ({"device": "A GPU", "driver": driver} for driver in "12")
