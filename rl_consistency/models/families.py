@@ -219,6 +219,7 @@ _OF_TORCH = ("matmul", "bmm", "mm", "rsqrt", "pow", "tanh", "topk", "cat")
 _TORCH: Mapping[str, tuple[Any, Any]] = {
     **{name: (F, getattr(F, name)) for name in _OF_FUNCTIONAL},
     **{name: (torch, getattr(torch, name)) for name in _OF_TORCH},
+    "_call_impl": (nn.Module, nn.Module._call_impl),
 }
 """Functions of torch that stock forwards call: their module, and what they were at import."""
 
@@ -261,7 +262,7 @@ def check_code(config: PreTrainedConfig) -> None:
         if (cls.__module__, cls.__name__) != (here, name):
             found[f"{here}.{name}"] = f"{cls.__module__}.{cls.__name__}"
         elif not has_own_code(cls):
-            found[f"{here}.{name}"] = "a class with another forward"
+            found[f"{here}.{name}"] = "a class with another forward or __init__"
     for name in _FUNCTIONS:
         if (home := _home(getattr(source, name))) != here:
             found[f"{here}.{name}"] = f"a function of {home}"
@@ -307,19 +308,24 @@ def check_implementations(config: PreTrainedConfig) -> None:
 
 
 def has_own_code(cls: type[nn.Module]) -> bool:
-    """Whether the class has the `forward` it was written with, under decorators of its library."""
+    """Whether the class has the `forward` and `__init__` it was written with, under decorators of
+    its library."""
     # transformers has a __call__ of its own up to 5.17.
     if cls.__module__.partition(".")[0] not in _LIBRARIES or not _is_of_a_library(cls.__call__):
         return False
-    forward: Any = cls.forward
-    while hasattr(forward, "__wrapped__"):
-        if not _is_of_a_library(forward):
+    return _is_own("forward", cls) and _is_own("__init__", cls)
+
+
+def _is_own(name: str, cls: type[nn.Module]) -> bool:
+    method: Any = getattr(cls, name)
+    while hasattr(method, "__wrapped__"):
+        if not _is_of_a_library(method):
             return False
-        forward = forward.__wrapped__
-    owners = [base for base in cls.__mro__ if base.__module__ == _home(forward)]
-    code = getattr(forward, "__code__", None)
-    names = {f"{base.__qualname__}.forward" for base in owners}
-    return forward is nn.Module.forward or (code is not None and code.co_qualname in names)
+        method = method.__wrapped__
+    owners = [base for base in cls.__mro__ if base.__module__ == _home(method)]
+    code = getattr(method, "__code__", None)
+    names = {f"{base.__qualname__}.{name}" for base in owners}
+    return method is getattr(nn.Module, name) or (code is not None and code.co_qualname in names)
 
 
 def _is_of_a_library(function: Any) -> bool:

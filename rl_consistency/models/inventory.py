@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,6 +49,12 @@ _UNREAD = frozenset(
     )
 )
 """Attributes that no covered forward reads, or that the patched forward honours."""
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 _READ_OF_CONFIGS = ("sliding_window", "clip_qkv")
 """Settings that a part takes from its own config at every call, beside the implementations."""
@@ -138,7 +145,9 @@ class _Comparison:
     def _own_faults(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[str]:
         own, expected = vars(module), vars(made)
         if not families.has_own_code(type(made)):
-            yield "has a class whose forward was replaced"
+            yield "has a class whose forward or __init__ was replaced"
+        if name.endswith(ACTIVATIONS) and not _computes(module, self._config.hidden_act):
+            yield f"computes another function than {self._config.hidden_act}"
         for key in sorted(own.keys() - expected.keys() - ADDED):
             if key in _CALLS:
                 yield (
@@ -184,6 +193,14 @@ class _Comparison:
                 value = getattr(config, key, None)
                 if value != getattr(self._config, key, None):
                     yield f"has {key}={value} in a config of its own"
+
+
+def _computes(activation: Any, name: str) -> bool:
+    """Whether an activation is the one that transformers calls so; its table may be changed."""
+    x = torch.linspace(-6.0, 6.0, 25, device="cpu")
+    right = _ACTIVATIONS[families.ACTIVATIONS[name]](x)
+    with torch.no_grad():
+        return torch.allclose(activation.forward(x), right, rtol=1e-5, atol=1e-6)
 
 
 def _is_read(key: str, cls: type[nn.Module]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -45,6 +46,12 @@ class RoutingRecord:
         ]
         if not is_canonical("router"):
             ids = [each.sort(dim=1).values for each in ids]
+        if len(chosen := {each.shape[1] for each in ids}) > 1:
+            raise ConsistencyError(
+                f"routers of one model chose {' and '.join(map(str, sorted(chosen)))} experts of a "
+                "row: a top_k was changed since the model was patched. Change the config and patch "
+                "the model anew."
+            )
         return (expert_fingerprints(torch.stack(ids, dim=1)),)
 
 

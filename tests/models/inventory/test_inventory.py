@@ -189,7 +189,7 @@ REFUSED = {
     ),
     "another Linear.forward": (
         replaced(nn.Linear, "forward", half_linear),
-        r"\(Linear\) has a class whose forward was replaced",
+        r"\(Linear\) has a class whose forward or __init__ was replaced",
     ),
     "another MLP class": (
         replaced(modeling_qwen3, "Qwen3MLP", OtherMLP),

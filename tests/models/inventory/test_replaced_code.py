@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.deprecation import deprecate_kwarg
 
-from rl_consistency.models import families
+from rl_consistency.models import families, inventory
 from rl_consistency.models.families import UnsupportedModelError, modeling
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
@@ -68,6 +68,7 @@ REPLACED = {
         "create_causal_mask was replaced by",
     ),
     "registered mask": (registered, "the mask of attention .* was replaced"),
+    "_call_impl": (of_torch("_call_impl", nn.Module), "Module._call_impl was replaced"),
 }
 
 
@@ -134,6 +135,52 @@ def test_an_activation_of_the_user_s_is_refused(monkeypatch):
     monkeypatch.setitem(ACT2FN, "silu", Shifted)
     with pytest.raises(UnsupportedModelError, match="Shifted"):
         patch(build_preset("tiny-llama"))
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU, activations.ACT2CLS["relu2"]])
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
+def test_another_activation_under_the_name_is_refused(preset, activation, monkeypatch):
+    """Its class is a library's own, and the model that the config makes has it too."""
+    monkeypatch.setitem(ACT2FN, "silu", activation)
+    with pytest.raises(
+        UnsupportedModelError, match="act_fn .* computes another function than silu"
+    ):
+        patch(build_preset(preset))
+
+
+@pytest.mark.parametrize("name", families.ACTIVATIONS)
+def test_every_covered_activation_is_what_transformers_computes(name):
+    assert inventory._computes(ACT2FN[name], name)
+    others = [
+        other for other in families.ACTIVATIONS if not inventory._computes(ACT2FN[other], name)
+    ]
+    assert {families.ACTIVATIONS[other] for other in others} == (
+        {*families.ACTIVATIONS.values()} - {families.ACTIVATIONS[name]}
+    )
+
+
+@pytest.mark.parametrize(
+    "part, attribute, value",
+    [
+        ("TopKRouter", "norm_topk_prob", True),
+        ("Experts", "act_fn", nn.GELU()),
+        ("Attention", "is_causal", False),
+        ("Attention", "attention_dropout", 0.5),
+    ],
+)
+def test_a_replaced_init_is_refused(part, attribute, value, monkeypatch):
+    """The model that the config makes is made by it too."""
+    cls = getattr(modeling(preset_config("tiny-qwen3-moe")), f"Qwen3Moe{part}")
+    made = cls.__init__
+
+    def init(self, *given, **named):
+        made(self, *given, **named)
+        setattr(self, attribute, value)
+
+    monkeypatch.setattr(cls, "__init__", init)
+    model = build_preset("tiny-qwen3-moe")
+    with pytest.raises(UnsupportedModelError, match=f"Qwen3Moe{part} was replaced by .* __init__"):
+        patch(model)
 
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"])

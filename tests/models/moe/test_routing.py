@@ -14,7 +14,10 @@ from rl_consistency.models.moe.routing import (
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens
 
@@ -101,3 +104,17 @@ def test_shared_prompts_move_no_bit_and_no_expert(name):
     assert torch.equal(whole.logprobs, shared.logprobs)
     assert whole.routing is not None and shared.routing is not None
     assert torch.equal(whole.routing, shared.routing)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_router_that_changes_its_number_of_experts_in_a_rollout_is_named(layers):
+    model = build_preset("tiny-mixtral")
+    with patch(model):
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=20)
+
+        def change(*_):
+            for layer in model.model.layers[:layers]:
+                layer.mlp.gate.top_k = 1
+
+        with pytest.raises(ConsistencyError, match="top_k|changed"):
+            engine.generate([[2, 3, 4]], SamplingParams(max_tokens=8), progress=change)
