@@ -68,8 +68,9 @@ def peer_ratio(peer: str) -> Callable[[Row], float | None]:
 
 
 def against_vllm(peer: str, work: str, new_tokens: int | None = None) -> Figure:
-    """The lowest ratio to vLLM of some works; None where one of them lacks it."""
-    lowest = of_all(min, peer_ratio(peer))
+    """The lowest ratio to vLLM of some works, each within one run: a row may hold its two modes
+    from two runs. None where one of them lacks it."""
+    lowest = of_all(min, further(f"{peer}/ratio"))
 
     def figure(rows: Sequence[Row]) -> float | None:
         found = [row for row in rows if row.work == work]
