@@ -34,7 +34,8 @@ demo: .venv/.ready
 	$(BIN)/rl-consistency train $(RECIPE) --overwrite
 
 test: .venv/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu" \
+	  --ignore tests/gpu
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

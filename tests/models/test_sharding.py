@@ -108,7 +108,6 @@ def under_fsdp2(world, dtype, preset="tiny-qwen3"):
     "dtype, preset",
     [
         (torch.float32, "tiny-qwen3"),
-        (torch.bfloat16, "tiny-qwen3"),
         (torch.bfloat16, "tiny-qwen3-moe"),
     ],
 )

@@ -289,8 +289,9 @@ def test_gathered_and_activated_pairs_are_those_of_the_fused_product():
     for schedule in COMBINE:
         gathered = gather_pairs(x, first, pairs, TOP_K, schedule)
         assert same_bytes(gathered[:count], x[pairs[:count].long() // TOP_K])
-        for activation in ACTIVATIONS:
-            y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True)
+    for activation in ACTIVATIONS:
+        y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True)
+        for schedule in COMBINE:
             activated = activate_pairs(both, first, activation, schedule)
             assert same_bytes(activated[:count], y[:count])
 
