@@ -125,7 +125,7 @@ def serve(served: Served, schedule: dict[str, Any]) -> tuple[RolloutEngine, list
 def test_no_schedule_moves_a_byte(served: Served, preempting: Any) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(deadline=None, derandomize=True, max_examples=20)
+    @settings(deadline=None, derandomize=True, max_examples=12)
     @given(schedule=schedules())
     def any_schedule(schedule: dict[str, Any]) -> None:
         with pytest.MonkeyPatch.context() as patched:
