@@ -114,12 +114,14 @@ def test_few_numbers_of_sequences_would_leave_kernels_out(monkeypatch):
 def test_stock_attention_has_no_kernel_of_ours(monkeypatch):
     """Nor is it refused where ours would not fit the device."""
     monkeypatch.setattr(forward_plan, "shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(rollout_bounds, "attention_windows", lambda model: [None])
     cache, bounds = cache_of(8, 128).float(), bounds_of(40, 600, 512)
+    model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=16))
     with strict(except_=["attention"]):
-        shapes, _ = ahead(monkeypatch, 16, cache, [], bounds)
-    assert len(shapes) == 1
+        shapes = list(ragged_shapes(bounds, attention_kernels(model, cache)))
+    assert sum(shape.past > 0 for shape in shapes) == 1
     with pytest.raises(ValueError, match="needs 136 KB"):
-        ahead(monkeypatch, 16, cache, [None], bounds)
+        list(ragged_shapes(bounds, attention_kernels(model, cache)))
 
 
 def test_each_draft_without_a_graph_samples_more_rows():
