@@ -73,8 +73,8 @@ class ModelRunner:
         self._cache = KVCache.allocate(model, max_num_seqs=max_num_seqs, **size)
         block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
-        self.room = self.num_blocks * block_size  # tokens whose keys and values fit
-        self._capacity = min(model.config.max_position_embeddings, self.room)
+        self.block_size = block_size
+        self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
         self._state = DeviceState(
             max_num_seqs,
             width=-(-self._capacity // block_size),

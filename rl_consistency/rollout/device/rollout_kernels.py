@@ -96,8 +96,10 @@ class RolloutKernels:
         shares = self._shares and _may_share(sequences)
         drafts = range(max(s.params.speculation for s in sequences) + 1)
         tokens, count = sum(s.num_tokens for s in sequences), len(sequences)
-        if (most := sum(s.max_num_tokens for s in sequences)) > self._runner.room:
-            tokens = most  # a preempted sequence is computed again, with what it has sampled
+        blocks = sum(-(-s.max_num_tokens // self._runner.block_size) for s in sequences)
+        if blocks > self._runner.num_blocks:
+            # A preempted sequence is computed again, with what it has sampled.
+            tokens = sum(s.max_num_tokens for s in sequences)
         tokens = max(tokens, count * width_for(max(drafts)))
         longest = max(s.max_num_tokens for s in sequences)
         kind = self._kind(drafts, truncates, shares, self._within(tokens, count, longest))

@@ -182,10 +182,10 @@ def test_where_a_sequence_may_be_preempted_a_step_may_have_all_that_it_has_sampl
 ):
     asked = []
     monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b.tokens))
-    for blocks in (6, 60):  # of 16 tokens
+    for blocks in (6, 8, 9):  # of 16 tokens; a sequence may take three of them
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=blocks, max_num_seqs=3)
         engine.generate([[1, 2]] * 3, SamplingParams(max_tokens=40))
-    assert asked == [3 * 42, 3 * 2]
+    assert asked == [3 * 42, 3 * 42, 3 * 2]
 
 
 def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, monkeypatch):
