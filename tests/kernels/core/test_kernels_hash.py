@@ -111,24 +111,73 @@ def test_comments_docstrings_and_layout_do_not(tmp_path, old, new):
     assert hash_of(tmp_path, ("a.py", changed(old, new))) == hash_of(tmp_path, ("a.py", SOURCE))
 
 
-def test_a_file_in_a_new_folder_is_in_it_and_a_moved_file_moves_it(tmp_path):
+def test_a_new_definition_moves_the_hash_and_an_empty_file_does_not(tmp_path):
     alone = hash_of(tmp_path, ("a.py", SOURCE))
     found = {
         alone,
         hash_of(tmp_path, ("a.py", SOURCE), ("deep/down/b.py", "x = 1\n")),
-        hash_of(tmp_path, ("a.py", SOURCE), ("deep/b.py", "x = 1\n")),
         hash_of(tmp_path, ("a.py", SOURCE), ("deep/b.py", "x = 2\n")),
-        hash_of(tmp_path, ("a.py", SOURCE), ("deep/b.py", "")),
-        hash_of(tmp_path, ("b.py", SOURCE)),
-        hash_of(tmp_path, ("deep/a.py", SOURCE)),
+        hash_of(tmp_path, ("a.py", SOURCE), ("deep/b.py", "print(1)\n")),
     }
-    assert len(found) == 7
+    assert len(found) == 4
+    assert hash_of(tmp_path, ("a.py", SOURCE), ("deep/b.py", '"""Nothing."""\n')) == alone
     assert hash_of(tmp_path, ("a.py", SOURCE), ("notes.txt", "x = 1\n")) == alone
 
 
-def test_statements_moved_from_one_file_to_the_next_move_the_hash(tmp_path):
-    one = hash_of(tmp_path, ("a.py", "x = 1\ny = 2\n"), ("b.py", ""))
-    assert hash_of(tmp_path, ("a.py", "x = 1\n"), ("b.py", "y = 2\n")) != one
+CALLER = (
+    "from rl_consistency.kernels.a import fold\n\n\ndef twice(x):\n    return fold(fold(x, x), x)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [("deep/a.py", SOURCE)],
+        [("limit.py", "LIMIT = 3\n"), ("a.py", "from rl_consistency.kernels.limit import LIMIT\n")],
+        [
+            ("limit.py", "LIMIT = 3\n"),
+            ("a.py", "from rl_consistency.kernels.limit import LIMIT as M\n"),
+        ],
+        [("limit.py", "LIMIT = 3\n"), ("a.py", "from rl_consistency.kernels import limit\n")],
+        [("limit.py", "LIMIT = 3\n"), ("a.py", "import rl_consistency.kernels.limit as l\n")],
+    ],
+)
+def test_a_moved_definition_does_not_move_the_hash(tmp_path, files):
+    """Nor does how the file that uses it imports it."""
+    *moved, (path, text) = files
+    if moved:
+        name = {
+            "import LIMIT\n": "LIMIT",
+            "as M\n": "M",
+            "limit\n": "limit.LIMIT",
+            "as l\n": "l.LIMIT",
+        }
+        used = next(used for ending, used in name.items() if text.endswith(ending))
+        text += changed("LIMIT = 3\n", "").replace("> LIMIT", f"> {used}")
+    assert hash_of(tmp_path, *moved, (path, text)) == hash_of(tmp_path, ("a.py", SOURCE))
+
+
+def test_a_moved_function_and_its_caller_keep_the_hash(tmp_path):
+    moved = CALLER.replace("kernels.a", "kernels.deep.b")
+    apart = hash_of(tmp_path, ("a.py", SOURCE), ("caller.py", CALLER))
+    assert hash_of(tmp_path, ("deep/b.py", SOURCE), ("caller.py", moved)) == apart
+    together = SOURCE + CALLER.split("\n\n\n")[1]
+    assert hash_of(tmp_path, ("a.py", together)) == apart
+
+
+def test_a_caller_of_another_function_of_the_same_name_moves_the_hash(tmp_path):
+    files = ("a.py", SOURCE), ("b.py", changed("x + y", "x - y"))
+    one = hash_of(tmp_path, *files, ("caller.py", CALLER))
+    other = hash_of(tmp_path, *files, ("caller.py", CALLER.replace("kernels.a", "kernels.b")))
+    assert other != one
+
+
+def test_another_function_from_outside_moves_the_hash(tmp_path):
+    def of(line):
+        return hash_of(tmp_path, ("a.py", f"{line}\n\ndef f(x):\n    return rsqrt(x)\n"))
+
+    assert of("from torch import rsqrt") == of("from torch import rsqrt, nn")
+    assert of("from torch import rsqrt") != of("from triton.language import rsqrt")
 
 
 def test_a_copy_of_the_kernels_has_their_hash(tmp_path):
