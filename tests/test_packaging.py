@@ -123,6 +123,11 @@ def test_the_wheel_brings_every_recipe(wheel):
     assert packed == shipped and shipped
 
 
+def test_the_wheel_brings_the_findings_that_are_shipped(wheel):
+    packed = zipfile.ZipFile(wheel).read("rl_consistency/kernels/core/shipped_findings.json")
+    assert packed == (ROOT / "kernels" / "core" / "shipped_findings.json").read_bytes()
+
+
 def test_the_wheel_declares_its_command_and_licence(wheel):
     archive = zipfile.ZipFile(wheel)
     (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}

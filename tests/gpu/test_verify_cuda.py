@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.numerics.settings import numeric_settings
@@ -67,7 +68,7 @@ def test_products_of_the_library_are_audited_and_another_order_is_found(
 ):
     # No certificate of this machine is read, none is struck on it.
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
     shapes = replace(TINY_SHAPES, linear=((1024, 1024),))
