@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
@@ -18,7 +19,6 @@ from rl_consistency.verify.mutants.sums import (
     RankApart,
     StockSum,
 )
-from rl_consistency.verify.probe import probe
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "up": (6, 4), "head": (11,)}
 SEQUENCES = 17

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases.case import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.kernels.glu.op import glu_values
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.checks import ops as op_checks
-from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.verify.checks.whole_model import (
     Chain,
