@@ -39,8 +39,8 @@ from benchmarks.tune.harness import tune, write_table
 from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
 from benchmarks.tune.winners import own_winners
 from benchmarks.tune.works import OPS
-from rl_consistency.cli.output_file import require_writable
 from rl_consistency.cli.verify import chosen_device
+from rl_consistency.numerics.files import require_writable
 
 SUITES = {
     "ops": op_suites,

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.results import markdown_table
 from benchmarks.suite import run_meta
-from rl_consistency.cli.output_file import write_whole
+from rl_consistency.numerics.files import write_output
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 from rl_consistency.verify.checks.accuracy import accuracy_rows, long_fold_rows
 
@@ -56,7 +56,7 @@ def measure(device: torch.device, file: Path | None, command: str) -> int:
     if file is None:
         print(document(content))
     else:
-        write_whole(file, json.dumps(content, indent=1) + "\n")
+        write_output(file, json.dumps(content, indent=1) + "\n")
         if file.resolve() == RESULTS:
             DOC.write_text(document(content), encoding="utf-8")
     over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too

@@ -14,7 +14,7 @@ PACKAGE = "rl_consistency"
 
 FLOORS = (
     ("kernels",),
-    ("numerics", "files"),
+    ("numerics",),
     ("models",),
     ("rollout",),
     ("parity",),

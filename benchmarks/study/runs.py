@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rl_consistency.files.unfinished import write_whole
+from rl_consistency.numerics.files import write_whole
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 POLICIES: Mapping[str, Mapping[str, Any]] = {

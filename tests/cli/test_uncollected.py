@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from rl_consistency.cli.uncollected import uncollected_imports
+from rl_consistency.cli.train import uncollected_imports
 
 
 @pytest.fixture
