@@ -41,7 +41,7 @@ def replace(file: Path, target: Path) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Replace a file in one piece: a kill leaves the old text or the new. A link is replaced too."""
+    """Replace a file in one piece: a kill leaves the old text or the new. A link goes."""
     with unfinished(file.parent) as place:
         (place / file.name).write_text(text, encoding="utf-8")
         replace(place / file.name, file)
@@ -83,7 +83,7 @@ def _new_name(parent: Path) -> Path:
 
 
 def write_output(file: Path, text: str) -> None:
-    """`write_whole` for a file that a user names: a link is followed, and a terminal or a pipe takes
+    """`write_whole` of a file that a user names: a link is followed, a terminal or a pipe takes
     the text as it is."""
     if _is_stream(file):
         file.write_text(text, encoding="utf-8")
