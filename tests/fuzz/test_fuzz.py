@@ -12,6 +12,7 @@ from rl_consistency.models import patch as patching
 from tests.fuzz import cases
 
 
+@pytest.mark.thorough
 def test_random_cases_are_right_or_refused(pytestconfig, capsys):
     seconds = pytestconfig.getoption("--fuzz-seconds")
     end, done, refused = time.monotonic() + seconds, 0, 0

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from rl_consistency.verify.checks.accuracy import check_accuracy
@@ -10,6 +11,7 @@ from rl_consistency.verify.checks.routing import check_experts, check_experts_fo
 from rl_consistency.verify.claims import Tally
 
 
+@pytest.mark.thorough
 def test_experts_stay_finite_in_fp16_at_the_width_of_a_real_model():
     setup = OpSetup(dtype=torch.float16, shapes=replace(TINY_SHAPES, hidden_size=2048))
     tally = Tally()
