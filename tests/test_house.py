@@ -15,7 +15,7 @@ PACKAGE = "rl_consistency"
 FLOORS = (
     ("kernels",),
     ("cases",),
-    ("numerics", "files"),
+    ("numerics",),
     ("models",),
     ("rollout",),
     ("parity",),

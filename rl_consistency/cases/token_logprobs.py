@@ -115,5 +115,7 @@ def _case(
         reference=None if kind is None else exact,
         seeds=draws,
         filler={"targets": IGNORED, "temperature": 1.0, "top_p": 1.0},
-        ways={f"chunk_tokens {chunk}": partial(ours, chunk_tokens=chunk) for chunk in chunks},
+        forward_ways={
+            f"chunk_tokens {chunk}": partial(ours, chunk_tokens=chunk) for chunk in chunks
+        },
     )

@@ -110,7 +110,7 @@ OP_BYTES = 5 * 2**30
 TABLE_OPS = {
     "C6 token_logprobs": 100,
     "C3 token_logprobs": 60,
-    "token_logprobs": 40,
+    "token_logprobs": 12,
     "C3 embedding": 50,
     "embedding": 12,
 }

@@ -53,6 +53,7 @@ class UpToTheFirst(Tally):
         return holds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mutant", mutants_on(CPU), ids=lambda m: m.name)
 def test_the_mutant_is_caught(mutant, monkeypatch):
     monkeypatch.setattr(claims, "Tally", UpToTheFirst)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from rl_consistency.cases.case import TINY_SHAPES
@@ -11,6 +12,7 @@ from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.sweep import OpSetup
 
 
+@pytest.mark.thorough
 def test_experts_stay_finite_in_fp16_at_the_width_of_a_real_model():
     setup = OpSetup(dtype=torch.float16, shapes=replace(TINY_SHAPES, hidden_size=2048))
     tally = Tally()

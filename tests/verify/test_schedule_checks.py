@@ -126,6 +126,7 @@ def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
     return torch.randint(-4, 5, shape, generator=generator).to(dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", PRODUCTS + EXPERTS, ids=lambda c: c.__name__)
 def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
     for module in (schedule_checks, routing_schedule_checks, op_setup):
@@ -135,6 +136,7 @@ def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
     assert tally.detail == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", ROWS, ids=lambda c: c.__name__)
 def test_schedules_without_a_product_agree_in_the_interpreter(check):
     tally = judged(check)
@@ -142,6 +144,7 @@ def test_schedules_without_a_product_agree_in_the_interpreter(check):
     assert tally.detail == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", OTHERS, ids=lambda c: c.__name__)
 def test_pointer_schedules_run_in_the_interpreter(check):
     assert judged(check).cases > 2
@@ -181,6 +184,7 @@ ALONE = {
 PAIRS = schedule_perturbations._small_launchers() + schedule_perturbations._expert_launchers()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
 def test_each_wrong_launcher_is_noticed_by_itself(pair):
     with substituted(*pair):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from rl_consistency.models.audit import FUNCTIONAL, TESTS, Verdict, audit, markdown
+from rl_consistency.models.coverage import FUNCTIONAL, TESTS, Verdict, coverage, markdown
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.orders import ORDERS
@@ -41,7 +41,7 @@ def test_every_op_of_the_knob_has_a_test():
 def test_every_leaf_of_a_covered_model_is_listed(preset):
     model = build_preset(preset)
     leaves = {name for name, module in model.named_modules() if not list(module.children())}
-    stock = audit(model)
+    stock = coverage(model)
     with patch(model) as session:
         patched = session.report()
     assert patched == stock
@@ -52,7 +52,7 @@ def test_every_leaf_of_a_covered_model_is_listed(preset):
 
 
 def test_the_table_prints_one_line_per_row():
-    table = audit(build_preset("tiny-qwen3"))
+    table = coverage(build_preset("tiny-qwen3"))
     lines = str(table).splitlines()
     assert lines[0].split() == ["name", "kind", "verdict", "basis"]
     assert len(lines) == 1 + len(table.rows)
@@ -70,7 +70,7 @@ class Adapter(nn.Linear):
 def test_an_adapter_anywhere_is_unsupported(place):
     model = build_preset("tiny-llama")
     model.set_submodule(place, Adapter(96, 96))
-    table = audit(model)
+    table = coverage(model)
     assert [row.name for row in table.unsupported] == [place]
     with pytest.raises(
         UnsupportedModelError, match=rf"module {place} \(Adapter\) has no canonical"
@@ -82,5 +82,5 @@ def test_an_extra_module_beside_the_activation_is_unsupported():
     model = build_preset("tiny-llama")
     model.model.layers[0].mlp.drop = nn.Dropout(0.1)
     model.model.layers[1].mlp.norm = nn.LayerNorm(4)
-    names = [row.name for row in audit(model).unsupported]
+    names = [row.name for row in coverage(model).unsupported]
     assert names == ["model.layers.0.mlp.drop", "model.layers.1.mlp.norm"]

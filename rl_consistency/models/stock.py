@@ -1,7 +1,7 @@
-"""The stock path of attention over our layouts: torch's scaled_dot_product_attention.
+"""What ops that are not strict compute in place of ours: stock attention and log-probabilities.
 
-Sequences are computed one by one; those of a CUDA graph, whose lengths only the device knows, in
-one batch with a mask.
+Attention is torch's scaled_dot_product_attention. Sequences are computed one by one; those of a
+CUDA graph, whose lengths only the device knows, in one batch with a mask.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution
+from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 
 
 def stock_attention(
@@ -86,3 +88,18 @@ def stock_captured_attention(
     )
     attended = attended.view(sequences, kv_heads, group, queries, head_dim)
     return attended.permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def stock_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows
+) -> tuple[Tensor, Tensor]:
+    """Logits in the model dtype and torch's log_softmax: what an unpatched trainer computes."""
+    logits = F.linear(hidden, weight).float()
+    if rows.truncates:
+        support = distribution(lm_head_logits(hidden, weight).detach(), rows).scaled
+        logits = logits.masked_fill(support == -torch.inf, -torch.inf)
+    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0).unsqueeze(1)
+    logprobs = (logits / temperature).log_softmax(dim=1)
+    safe = targets.masked_fill(targets == IGNORED, 0)
+    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=1)
+    return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
