@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import findings_of
@@ -21,7 +22,6 @@ from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
