@@ -104,6 +104,7 @@ def killed(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [killed, wait_for])
 def test_a_lost_rank_stops_the_others_with_the_name_of_the_collective(run_ranks, tmp_path, how):
     began = time.monotonic()

@@ -46,14 +46,6 @@ def test_a_hook_beside_it_is_seen(patched):
     assert patched.check() == before
 
 
-def test_a_function_of_its_name_from_elsewhere_is_a_hook(patched):
-    def make_inputs_require_grads(module, input, output):
-        return 0.5 * output
-
-    patched.model.model.embed_tokens.register_forward_hook(make_inputs_require_grads)
-    assert patched.check().hooked
-
-
 class Scaled(functools.partial):
     """Looks like the function that it wraps."""
 
@@ -92,21 +84,6 @@ def test_it_counts_as_a_hook_where_nobody_knows_it(monkeypatch, patched):
     assert found.hooked and found != before
 
 
-def test_with_it_prompts_are_shared_and_no_bit_moves(patched):
-    prompt = [5, 7, 11] * 14
-    samples = [[*prompt, 3, 4], [*prompt, 9]]
-
-    def scored(shared):
-        with torch.no_grad():
-            return token_logprobs(
-                patched.model, samples, prompt_lengths=[42, 42], share_prompts=shared
-            ).logprobs
-
-    right = scored(False)
-    checkpointed_once(patched.model)
-    assert torch.equal(scored(True), right) and torch.equal(scored(False), right)
-
-
 @pytest.mark.parametrize("gradients", [False, True])
 def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradients):
     """In training mode, in which TRL's trainer generates."""
@@ -122,15 +99,6 @@ def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradien
     with torch.set_grad_enabled(gradients):
         found = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
     assert torch.equal(found, right) and len(runs) == gradients * len(model.model.layers)
-
-
-@pytest.mark.parametrize("kind", [Scaled, Answering])
-def test_what_wraps_torch_s_function_is_another(patched, kind):
-    model = patched.model.train()
-    model.gradient_checkpointing_enable()
-    for layer in model.model.layers:
-        layer._gradient_checkpointing_func = kind(checkpoint)
-    assert patched.check().hooked
 
 
 def test_another_function_than_torch_s_runs_without_gradients_too(patched):

@@ -105,6 +105,7 @@ def under_fsdp2(world, dtype, preset="tiny-qwen3"):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype, preset",
     [
@@ -148,6 +149,7 @@ def around_a_part(world, preset, parts):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "preset, parts",
     [

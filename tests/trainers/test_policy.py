@@ -1,12 +1,10 @@
 import json
 import os
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.models.patch import patch
@@ -87,11 +85,6 @@ def test_a_built_policy_has_the_recipe_s_shape(architecture):
     assert getattr(model.config, "sliding_window", None) is None
 
 
-def test_an_untied_policy_has_its_own_head():
-    model = build_model(sizes(tie_word_embeddings=False), byte_tokenizer(), seed=0)
-    assert model.lm_head.weight is not model.get_input_embeddings().weight
-
-
 def test_weights_are_a_function_of_the_seed_alone():
     torch.manual_seed(1)
     first = build_model(sizes(), byte_tokenizer(), seed=7)
@@ -100,22 +93,6 @@ def test_weights_are_a_function_of_the_seed_alone():
     other = build_model(sizes(), byte_tokenizer(), seed=8)
     assert as_bytes(first) == as_bytes(second)
     assert as_bytes(first) != as_bytes(other)
-
-
-def test_building_leaves_the_global_random_state():
-    before = torch.get_rng_state()
-    build_model(sizes(), byte_tokenizer(), seed=7)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_policy_has_the_recipe_s_dtype(saved, dtype):
-    for policy in (
-        PolicySection(build=sizes(), dtype=dtype),
-        PolicySection(path=saved, dtype=dtype),
-    ):
-        model, _ = load_policy(policy, BYTE, seed=0)
-        assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -127,16 +104,6 @@ def test_a_saved_policy_loads_back_to_the_same_bytes(architecture, tmp_path):
     assert as_bytes(loaded) == as_bytes(built)
     assert own.eos_token == EOS_TOKEN
     assert own.encode("3+4=é") == tokenizer.encode("3+4=é")
-
-
-def test_gradient_checkpointing_is_switched_on():
-    policy = PolicySection(build=sizes(), gradient_checkpointing=True)
-    assert load_policy(policy, BYTE, seed=0)[0].is_gradient_checkpointing
-
-
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(PolicyError, match="no model directory .*absent"):
-        load_policy(PolicySection(path=tmp_path / "absent"), AUTO, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -206,27 +173,6 @@ def test_a_wrong_value_of_the_config_is_one_line_that_names_the_directory(
     with pytest.raises(PolicyError, match=message) as caught:
         load_policy(PolicySection(path=copy), tokenizer, seed=0)
     assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_loading_shows_no_progress_and_leaves_the_setting(saved, capfd):
-    for enabled in (True, False):
-        with progress_bars(enabled):
-            load_policy(PolicySection(path=saved), BYTE, seed=0)
-            assert logging.is_progress_bar_enabled() is enabled
-    assert capfd.readouterr() == ("", "")
-
-
-@contextmanager
-def progress_bars(enabled):
-    def switch(on):
-        logging.enable_progress_bar() if on else logging.disable_progress_bar()
-
-    before = logging.is_progress_bar_enabled()
-    switch(enabled)
-    try:
-        yield
-    finally:
-        switch(before)
 
 
 @pytest.mark.parametrize("wrong", [272, -1, True, "x", [[1]]])

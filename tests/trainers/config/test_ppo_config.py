@@ -1,21 +1,10 @@
 import pytest
 
-from rl_consistency.trainers.config.learning_sections import PPOSection
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.launch import check_launch
-from tests.trainers.config.test_config import DEMO, ROOT, refusal
+from tests.trainers.config.test_config import ROOT, refusal
 
 PPO = ROOT / "recipes" / "ppo_arithmetic_tiny_cpu.yaml"
-
-
-def test_grpo_is_the_algorithm_of_a_recipe_that_names_none():
-    assert load_config(DEMO).algorithm.name == "grpo"
-    assert load_config(DEMO).algorithm.of_ppo is None
-
-
-def test_the_settings_of_ppo_have_defaults():
-    section = load_config(PPO, ["algorithm.ppo=null"]).algorithm.of_ppo
-    assert section == PPOSection()
 
 
 @pytest.mark.parametrize(
@@ -39,12 +28,6 @@ def test_the_settings_of_ppo_have_defaults():
 )
 def test_a_setting_that_ppo_cannot_have_is_refused_by_name(setting, problem):
     assert problem.lower() in refusal(setting, recipe=PPO).lower()
-
-
-def test_values_are_not_checked_where_there_are_none():
-    assert "consistency.value_check_every: grpo has no values" in refusal(
-        "consistency.value_check_every=1"
-    )
 
 
 def test_a_strategy_that_the_launcher_asks_for_is_refused_too(monkeypatch):

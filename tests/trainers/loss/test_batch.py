@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import pytest
@@ -17,18 +16,6 @@ def fields_of(lengths, ids, **changes):
         "lengths": lengths,
     }
     return values | changes
-
-
-def test_a_batch_keeps_what_it_was_given():
-    batch = TokenBatch(**fields_of([2, 0, 1], [3, 4, 9]))
-    assert batch.sequence_ids.tolist() == [3, 3, 9]
-    assert batch.reference_logprobs is None and batch.entropy is None
-
-
-def test_a_batch_is_frozen():
-    batch = TokenBatch(**fields_of([1], [0]))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        batch.lengths = [2]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_where_every_key_binds_a_moved_run_is_refused(tiny_run, monkeypatch):
         tiny_run(**{"training.steps": 1, "run.output_dir": str(moved)}, resume=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("done", [2, 4])
 def test_a_run_given_more_steps_ends_as_one_begun_with_them(tiny_run, lasting, done):
     changes = {**tiny_run.LONG, "optimizer.schedule": "constant", "training.eval_every": 0}
