@@ -6,12 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.models.patch import patch
 from rl_consistency.trainers import policy as policy_module
 from rl_consistency.trainers.config.sections import (
-    HEAD_STEP,
-    WIDEST_HEAD,
     BuildSection,
     PolicySection,
     TokenizerSection,
@@ -246,13 +243,6 @@ def test_a_negative_rms_norm_eps_is_refused_by_its_key(copy, eps):
     edit_config(copy, rms_norm_eps=eps)
     with pytest.raises(PolicyError, match=rf"config.json: rms_norm_eps {eps} is negative"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
-
-
-@pytest.mark.parametrize("hidden_size", [16, 48, 544])
-def test_a_recipe_is_refused_whose_heads_attention_does_not_take(hidden_size):
-    with pytest.raises(ValueError, match="heads no width that is a multiple of 16 up to 256"):
-        sizes(hidden_size=hidden_size)
-    assert (HEAD_STEP, WIDEST_HEAD) == (HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
 
 
 def test_sizes_that_no_machine_holds_are_refused():

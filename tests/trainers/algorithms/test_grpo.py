@@ -2,8 +2,7 @@ import pytest
 
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.trainers.algorithms import loop, rollout_engine
+from rl_consistency.trainers.algorithms import loop
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 TWO_CHECKED = {
@@ -127,22 +126,6 @@ def test_a_loss_that_depends_on_the_micro_batch_is_caught(tiny_run, monkeypatch)
     monkeypatch.setattr(loop, "token_weights", local)
     with pytest.raises(ConsistencyError, match="gradients depend on how the batch was cut"):
         tiny_run(**{"algorithm.loss": "dapo", "consistency.gradient_check_every": 1})
-
-
-def test_preemption_does_not_change_a_bit(plain, tiny_run, monkeypatch):
-    engines = []
-
-    class Recorded(RolloutEngine):
-        def generate(self, *args, **given):
-            completions = super().generate(*args, **given)
-            engines.append(self.stats.preemptions)
-            return completions
-
-    monkeypatch.setattr(rollout_engine, "RolloutEngine", Recorded)
-    assert same_trajectory(
-        plain, tiny_run, {}, **{"rollout.num_kv_blocks": 7, "rollout.kv_block_size": 4}
-    )
-    assert max(engines) > 0
 
 
 @pytest.mark.thorough

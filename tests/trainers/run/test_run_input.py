@@ -1,5 +1,4 @@
 import json
-from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -10,43 +9,7 @@ from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model
-from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raising", r"raised RuntimeError: no judge at home \(sample 0, example \d+"),
-        ("nan_for_the_third", r"returned nan, not a finite float32, for sample 2, example \d+"),
-        ("one_too_few", r"returned 7 scores for 8 completions: sample 7"),
-    ],
-)
-def test_a_failing_reward_function_is_told_with_its_sample(tiny_run, name, message):
-    with pytest.raises(RewardError, match=message):
-        tiny_run(**{"reward.functions": [{"name": f"toy_rewards:{name}"}]})
-
-
-def test_a_failing_reward_function_does_not_cost_the_checkpoints(tiny_run, lasting, monkeypatch):
-    import toy_rewards
-
-    changes = {"training.steps": 4, "training.save_every": 2}
-    _, rows = tiny_run.of_its_own("whole", **changes)
-    real, calls = toy_rewards.varied, []
-
-    @wraps(real)
-    def fails_later(**given):
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("gone")
-        return real(**given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(toy_rewards, "varied", fails_later)
-        with pytest.raises(RewardError, match="gone"):
-            tiny_run(**changes)
-    _, resumed = tiny_run(**changes, resume=True)
-    assert lasting(resumed) == lasting(rows)
 
 
 def from_file(tiny_run, **changes):

@@ -1,6 +1,4 @@
-import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -252,46 +250,3 @@ def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
         resumed, resumed_rows = tiny_run(**tiny_run.LONG | own, resume=True)
         assert lasting(resumed_rows) == rows, name
         assert lasting_summary(resumed) == summary, name
-
-
-def test_an_interrupt_from_the_keyboard_leaves_a_run_that_resumes(
-    tiny_run, lasting, lasting_summary, whole_run, monkeypatch
-):
-    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
-    real = MetricsFile.log
-
-    def log(self, step, metrics):
-        real(self, step, metrics)
-        if step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    # A process started in the background ignores the signal, and Python then leaves it at that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(MetricsFile, "log", log)
-            tiny_run(**tiny_run.LONG)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
-    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary
-
-
-@pytest.mark.thorough
-def test_a_disk_that_fills_up_in_mid_run_costs_nothing_that_was_saved(
-    tiny_run, lasting, lasting_summary, whole_run, monkeypatch
-):
-    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
-    real, saved = checkpoint.save_file, []
-
-    def full(tensors, path, **given):
-        saved.append(path)
-        if len(saved) == 6:  # the optimizer's tensors of the third checkpoint, after the reference
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path, **given)
-
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
-        patched.setattr(checkpoint, "save_file", full)
-        tiny_run(**tiny_run.LONG)
-    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
-    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary
