@@ -4,6 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+<<<<<<< HEAD
+=======
+from rl_consistency.cases.probe import probe
+from rl_consistency.distributed.gradient_buckets import GradientBuckets
+>>>>>>> main
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
@@ -17,7 +22,6 @@ from rl_consistency.verify.mutants.sums import (
     RankApart,
     StockSum,
 )
-from rl_consistency.verify.probe import probe
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "up": (6, 4), "head": (11,)}
 SEQUENCES = 17

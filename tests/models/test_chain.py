@@ -1,13 +1,13 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (1, 7, 31, 33, 130, 64)
 DTYPES = [torch.float32, torch.bfloat16]

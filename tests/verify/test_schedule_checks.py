@@ -6,6 +6,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from rl_consistency.cases import case as op_setup
+from rl_consistency.cases.case import TINY_SHAPES, Heads
 from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.matmul import audit, cublaslt
@@ -13,16 +15,14 @@ from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.router import schedules as router_schedules
-from rl_consistency.verify.checks import op_setup
 from rl_consistency.verify.checks import routing_schedules as routing_schedule_checks
 from rl_consistency.verify.checks import row_schedules as row_schedule_checks
 from rl_consistency.verify.checks import schedules as schedule_checks
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import schedules_alike
 from rl_consistency.verify.mutants import schedule_perturbations
 from rl_consistency.verify.substitution import substituted
-from rl_consistency.verify.sweep import QUICK
+from rl_consistency.verify.sweep import QUICK, OpSetup
 from tests.verify.test_mutants import Red, UpToTheFirst
 
 # The interpreter subtracts infinities in numpy, which warns.

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models import decoder
 from rl_consistency.models.moe.balance import sequence_balance
@@ -14,7 +15,11 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
+<<<<<<< HEAD
 from rl_consistency.verify.probe import probe_tokens
+=======
+from rl_consistency.verify.substitution import attribute
+>>>>>>> main
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 16, 1, 23)
 SEQUENCES = probe_tokens((9, 33, 21, 16), 331)
