@@ -5,12 +5,8 @@ import math
 import pytest
 import torch
 
-<<<<<<< HEAD
-from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
-=======
 from rl_consistency.cases.probe import probe
-from rl_consistency.distributed.gradient_norm import CHUNK, sharded_gradient_norm
->>>>>>> main
+from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 

@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-=======
 from rl_consistency.cases.probe import probe
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
->>>>>>> main
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World

@@ -15,11 +15,6 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
-<<<<<<< HEAD
-from rl_consistency.verify.probe import probe_tokens
-=======
-from rl_consistency.verify.substitution import attribute
->>>>>>> main
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 16, 1, 23)
 SEQUENCES = probe_tokens((9, 33, 21, 16), 331)
