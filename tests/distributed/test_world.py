@@ -1,4 +1,4 @@
-"""Processes that name themselves, each other, and the collective that did not complete."""
+"""Collectives that name themselves when they fail, and what must be equal on all ranks."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
-from rl_consistency.distributed.world import CollectiveError, World
+from rl_consistency.distributed.world import CollectiveError, World, require_same_facts
 from rl_consistency.numerics.errors import ConsistencyError
 from tests.ranks import telling, wait_for
 
@@ -172,3 +172,40 @@ def from_first(world):
 def test_rank_0_works_for_all(run_ranks):
     assert run_ranks(3, from_first) == [["rank", 0]] * 3
     assert from_first(World.join(torch.device("cpu"))) == ["rank", 0]
+
+
+BEFORE = "before step 0"
+
+
+def compare_facts(world, changes):
+    facts = {"recipe": "1f", "data": "2e", "num_threads": "1"} | changes.get(world.rank, {})
+    require_same_facts(world, facts, when=BEFORE)
+
+
+def test_equal_facts_pass(run_ranks):
+    assert run_ranks(3, compare_facts, {}) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({2: {"data": "3d"}}, "before step 0: rank 2 differs from rank 0 in data (3d != 2e)."),
+        (
+            {1: {"recipe": "0", "num_threads": "2"}, 2: {"data": "3d"}},
+            "before step 0: rank 1 differs from rank 0 in recipe (0 != 1f), and 1 more; "
+            "rank 2 differs from rank 0 in data (3d != 2e).",
+        ),
+        (
+            {1: {"triton": "3.6"}},
+            "before step 0: rank 1 differs from rank 0 in triton (3.6 != absent).",
+        ),
+        (
+            {0: {"triton": "3.6"}},
+            "before step 0: rank 1 differs from rank 0 in triton (absent != 3.6); "
+            "rank 2 differs from rank 0 in triton (absent != 3.6).",
+        ),
+    ],
+)
+def test_a_rank_that_differs_is_named_on_every_rank(run_ranks, changes, text):
+    for error in run_ranks(3, compare_facts, changes, expects_errors=True):
+        assert type(error) is ConsistencyError and str(error).startswith(text)

@@ -1,10 +1,14 @@
+"""What a checkpoint holds, random states among it, and what is left of one that was interrupted."""
+
 import json
 import math
 import os
+import random
 import resource
 import shutil
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,12 +26,15 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     STATE,
     WEIGHTS,
     CheckpointError,
+    capture,
     list_checkpoints,
     load_checkpoint,
     load_weights,
     read_weights,
+    restore,
     save_checkpoint,
     save_weights,
+    seeded,
 )
 
 
@@ -300,3 +307,39 @@ def test_files_of_a_run_have_the_rights_that_the_user_s_mask_gives(tmp_path):
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o750
     assert (tmp_path / "run" / "text").stat().st_mode & 0o777 == 0o640
+
+
+def draws():
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1)
+
+
+def test_a_captured_state_gives_the_same_draws_after_json():
+    draws()
+    state = json.loads(json.dumps(capture()))
+    expected = draws()
+    assert draws() != expected
+    restore(state)
+    assert draws() == expected
+
+
+def test_seeded_blocks_repeat_and_leave_no_trace_even_on_an_error():
+    before = capture()
+    with seeded(3):
+        first = draws()
+    with pytest.raises(RuntimeError), seeded(3):
+        assert draws() == first
+        raise RuntimeError
+    assert capture() == before
+
+
+def test_the_state_of_a_gpu_in_use_is_kept_and_put_back(monkeypatch):
+    state = torch.tensor([7, 0, 255, 3], dtype=torch.uint8)
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    captured = json.loads(json.dumps(capture()))
+    restore(captured)
+    assert torch.equal(given[0], state)
+    restore(captured | {"cuda": None})
+    assert len(given) == 1
