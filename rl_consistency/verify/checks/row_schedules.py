@@ -15,7 +15,7 @@ from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import sampling_in_turn
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd

@@ -15,8 +15,13 @@ from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
     qkv_fwd,
 )
-from rl_consistency.kernels.linear.glu_linear import glu_linear
-from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
+from rl_consistency.kernels.linear.op import (
+    glu_linear,
+    linear,
+    linear_glu,
+    linear_qkv,
+    linear_reference,
+)
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.rms_norm.op import rms_norm
