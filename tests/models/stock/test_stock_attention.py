@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
 from rl_consistency.models.stock import stock_captured_attention
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
