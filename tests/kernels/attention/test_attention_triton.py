@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import op as cpu
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
@@ -320,7 +319,7 @@ def test_the_key_block_depends_on_the_head_size_alone():
 def test_another_key_block_fails_the_same_check(monkeypatch):
     q, k, v, _, layout = packed(torch.bfloat16)
     whole = attention_fwd(q, k, v, layout, 32**-0.5, None)
-    monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
+    monkeypatch.setattr(attention_schedules, "key_block", lambda head_dim: 64)
     assert not same_bytes(attention_fwd(q, k, v, layout, 32**-0.5, None), whole)
 
 
