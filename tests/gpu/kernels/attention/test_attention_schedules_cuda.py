@@ -8,7 +8,6 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
