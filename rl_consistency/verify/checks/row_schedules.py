@@ -103,7 +103,7 @@ def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
     start = probe((height, width), torch.float32, seed=4, device=setup.device)
     start = start.to(accumulator_dtype(rows))
 
-    def continued(choice: tuple[gradient_rows_triton.Schedule, bool]) -> Tensor:
+    def continued(choice: tuple[gradient_rows_triton.RowFoldSchedule, bool]) -> Tensor:
         schedule, ranked = choice
         buffer = start.clone()
         gradient_rows_triton.launch_rows(buffer, index, rows, schedule, ranked=ranked)
