@@ -10,7 +10,7 @@ from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
-from rl_consistency.kernels.matmul.schedules import CANDIDATES, DECODE, POINTER, POINTER_FP32
+from rl_consistency.kernels.matmul.schedules import CANDIDATES, POINTER, POINTER_FP32
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 
@@ -129,7 +129,7 @@ def test_a_captured_graph_equals_eager(m):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not has_tma(DEVICE), reason="needs sm_90")
-@pytest.mark.parametrize("schedule", [s for s in DECODE if s.overlap], ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", [s for s in CANDIDATES if s.overlap], ids=lambda s: s.name)
 def test_overlapping_launches_wait_for_each_other(schedule):
     """A chain of products, each of which reads what the one before it has just written."""
     x, _, _ = operands(16, 1024, 1024)

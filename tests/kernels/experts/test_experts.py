@@ -2,8 +2,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    SequenceTables,
+)
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.linear.op import linear

@@ -10,10 +10,10 @@ from triton.runtime.errors import OutOfResources
 
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper import backward_programs
 from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
     PackedSequences,
     SequenceTables,
 )

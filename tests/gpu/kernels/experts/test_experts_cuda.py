@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    SequenceTables,
+)
 from rl_consistency.kernels.experts.op import experts
 from rl_consistency.kernels.router.op import route
 from rl_consistency.numerics.settings import numeric_settings
