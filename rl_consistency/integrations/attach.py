@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from rl_consistency.integrations.engine_generation import EngineGeneration
+from rl_consistency.integrations.generation import (
+    EngineGeneration,
+    watched_backend,
+    watched_forward,
+    watched_generate,
+)
 from rl_consistency.integrations.gradient_checks import GradientChecks
 from rl_consistency.integrations.label_answer import LabelAnswer, Observer
 from rl_consistency.integrations.refusals import (
@@ -24,11 +29,6 @@ from rl_consistency.integrations.refusals import (
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
-from rl_consistency.integrations.stock_measure import (
-    watched_backend,
-    watched_forward,
-    watched_generate,
-)
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.sharding import unwrapped

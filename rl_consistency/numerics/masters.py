@@ -22,7 +22,7 @@ def masters_of(weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def rounded(masters: dict[str, nn.Parameter], dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """The masters themselves, now with values that `dtype` has: those forward passes compute with."""
+    """The masters themselves, with values that `dtype` has: what forward passes compute with."""
     for master in masters.values():
         master.copy_(master.to(dtype))
     return masters
