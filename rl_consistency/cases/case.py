@@ -181,21 +181,6 @@ class Case:
         return f"{self.count} x {self.size}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One launch and the table of its schedules, which must all give the same bytes."""
-
-    name: str
-    operands: Callable[[], tuple[Tensor, ...]]
-    """Makes the operands, with the same values at each call."""
-    run: Callable[..., Any]
-    """(schedule, *operands) -> a tensor or a tuple of tensors; it may write into its operands."""
-    schedules: Sequence[Any]
-    ways: Mapping[str, Op] = field(default_factory=dict)
-    """Other ways to the same bytes, of the same operands: as dispatched, by the library, by the ops
-    that are fused."""
-
-
 def weight_scale(inner: int) -> float:
     """Factor on a weight's probe that keeps products over `inner` channels within fp16."""
     return 0.02 * min(1.0, (1000 / inner) ** 0.5)

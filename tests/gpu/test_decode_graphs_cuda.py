@@ -9,8 +9,6 @@ import torch
 from rl_consistency.kernels.attention.cache_write_triton import cache_write
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.strict import strict
-from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.rollout.device.decode_graphs import DecodeCall, buckets_up_to
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT
@@ -112,13 +110,6 @@ def test_guesses_are_judged_by_plain_decoding(model, captured, count, params):
     lengths = [(3 * i + 1) % 8 for i in range(count)]
     found = verified(captured, prompts(captured, count, params), expected, lengths)
     assert found == [text[1 : 2 + n] for text, n in zip(expected, lengths)]
-
-
-def test_decode_and_prefill_share_a_step(captured, texts):
-    old, new = (sequences := prompts(captured, 12))[:7], sequences[7:]
-    captured.launch(whole(old)).wait()
-    mixed = captured.launch([*whole(new), *ahead(old, 0)]).wait()
-    assert [row for [row] in mixed] == [t[0] for t in texts[7:12]] + [t[1] for t in texts[:7]]
 
 
 def test_the_comparison_notices_a_shifted_position(captured, texts, monkeypatch):
@@ -227,17 +218,6 @@ def test_graphs_captured_ahead_of_time_are_the_ones_used(model, texts):
         step = runner.launch(ahead(sequences, 0))
     assert [row for [row] in step.wait()] == [text[1] for text in texts[:33]]
     assert len(runner._graphs) == 6
-
-
-def test_a_step_through_stock_attention_is_close_to_one_sequence_at_a_time(small_model):
-    with patch(model := small_model(torch.float32)), strict(except_={"attention"}):
-        eager, runner = runner_of(model, most=20, cuda_graphs=False), runner_of(model, most=20)
-        expected = decoded(eager, prompts(eager, 19), 1)
-        found = decoded(runner, prompts(runner, 19), 1)
-    same = [(a[1], b[1]) for a, b in zip(found, expected) if a[1][0] == b[1][0]]
-    assert len(same) >= 17
-    logprobs = torch.tensor([[a[1], b[1]] for a, b in same])
-    assert_within(logprobs[:, 0], logprobs[:, 1], "attention", torch.float32)
 
 
 @pytest.mark.large

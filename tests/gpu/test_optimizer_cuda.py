@@ -10,7 +10,7 @@ from torch import nn
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
-from rl_consistency.trainers.optimizer import PolicyOptimizer, _variant
+from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.strategy import Replicated
 
 pytestmark = pytest.mark.gpu
@@ -85,11 +85,6 @@ def test_the_comparison_sees_one_last_bit():
     whole = stepped([nn.Parameter(values.clone())], [gradients], fused=True)
     rescaled = stepped([nn.Parameter(values.clone())], [gradients / 3 * 3], fused=True)
     assert not equal(whole, rescaled)
-
-
-def test_the_trainer_uses_the_fused_update_on_a_gpu():
-    parameter = nn.Parameter(torch.zeros(2, device="cuda"))
-    assert _variant([parameter]) == {"foreach": False, "fused": True}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

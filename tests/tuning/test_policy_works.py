@@ -71,12 +71,6 @@ def test_few_rows_take_the_fused_launches(works):
     assert {s["n"] for s in shapes(works, "gate_up")} == {12288}
 
 
-def test_a_training_batch_rounds_up_to_its_bucket():
-    works = policy_works(preset_config("tiny-qwen3"), BF16, CPU, 100)
-    assert max(s["m"] for s in shapes(works, "matmul", layout="nt")) == 128
-    assert {s["tokens"] for s in shapes(works, "fold")} == {128}
-
-
 def test_weights_that_no_descriptor_addresses_keep_the_ops_rule():
     config = preset_config("tiny-qwen3")
     config.vocab_size = 331
@@ -131,19 +125,3 @@ def test_sparse_layers_have_works_of_their_router_and_experts(preset, sparse, in
     # A layer without experts has the works of its MLP, and only then.
     dense = shapes(found, "glu backward")
     assert bool(dense) == (sparse_layers(config) < config.num_hidden_layers)
-
-
-def test_layers_are_sparse_where_their_configuration_says_so():
-    config = preset_config("tiny-qwen3-moe")
-    config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers = 6, 2, [3]
-    assert sparse_layers(config) == 2  # layers 1 and 5
-    config.num_experts = 0
-    assert sparse_layers(config) == 0
-    assert sparse_layers(preset_config("tiny-qwen3")) == 0
-
-
-@pytest.mark.parametrize("rows", [1.5, float("nan"), "16", None, True])
-def test_rows_that_are_no_whole_number_are_refused(rows):
-    config = preset_config("tiny-qwen3")
-    with pytest.raises(ValueError, match="rows=.*1 or more"):
-        policy_works(config, torch.bfloat16, torch.device("cpu"), rows)

@@ -1,6 +1,5 @@
 """The hash table's negative controls, and processes that end before their work does."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
-from torch.multiprocessing.spawn import ProcessExitedException
 
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 from rl_consistency.verify.world import processes
@@ -97,24 +95,6 @@ def test_processes_of_a_table_end_with_the_program_that_was_killed(tmp_path):
     for pid in left:
         os.kill(int(pid), signal.SIGKILL)
     assert left == []
-
-
-def test_a_process_that_ends_badly_after_its_last_cell_has_given_its_outcome(monkeypatch):
-    class Ended:
-        processes = ()
-
-        def join(self, timeout):
-            raise ProcessExitedException("at exit", 0, 1, 1)
-
-    def started(enter, given, *_):
-        (file,) = [given[-1] / f"{i}.json" for i in given[0]]
-        file.write_text(json.dumps({"digest": "aa"}))
-        return Ended()
-
-    monkeypatch.setattr(processes, "start_processes", started)
-    cell = Cell(dtype="float32", strategy="replicated", micro_batch=4, world_size=1)
-    (found,) = run_cells([cell], steps=1, on_outcome=lambda outcome: None)
-    assert found.digest == "aa" and not found.error
 
 
 def test_the_hash_of_ppo_is_that_of_policy_and_critic(monkeypatch, tmp_path):

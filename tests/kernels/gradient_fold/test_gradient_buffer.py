@@ -25,30 +25,6 @@ from tests.kernels.gradient_fold.uses import (
 )
 
 
-@pytest.mark.parametrize("uses", [1, 2, 3])
-@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
-def test_the_cut_into_backward_passes_changes_no_byte(uses, dtype, grad_dtype):
-    gradients = []
-    for cuts in CUTS:
-        param = parameter(dtype, grad_dtype)
-        buffers = GradientBuffer.for_uses(param, uses)
-        for span in spans(cuts):
-            backward(param, buffers, span)
-        gradients.append(param.grad)
-    assert gradients[0].dtype == grad_dtype
-    assert all(same_bytes(gradient, gradients[0]) for gradient in gradients)
-
-
-def test_gradients_that_autograd_adds_up_fail_the_same_check():
-    gradients = []
-    for cuts in CUTS:
-        param = parameter(torch.bfloat16)
-        for span in spans(cuts):
-            backward(param, [None], span)
-        gradients.append(param.grad)
-    assert not all(same_bytes(gradient, gradients[0]) for gradient in gradients)
-
-
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_16_bit_gradient_is_the_fp32_one_rounded_once(uses):
     gradients = []

@@ -28,23 +28,18 @@ from rl_consistency.kernels.gradient_fold.rows_triton import (
     ordered_tokens,
 )
 from rl_consistency.kernels.gradient_fold.schedules import (
-    POINTER,
     TMA,
     WIDE,
     FoldSchedule,
-    candidates,
-    pick,
 )
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"
 )
 
 TOKENS, N, K = 48, 24, 40
-SM90_SHARED = 227 * 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = FoldSchedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
 
@@ -58,31 +53,6 @@ def outer(dy, x, cuts=(), schedule=SMALL, fresh=False):
     for start, stop in itertools.pairwise([0, *cuts, len(dy)]):
         launch_outer(buffer, dy[start:stop], x[start:stop], fresh, schedule)
     return buffer
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_outer_matches_fp64(dtype):
-    dy, x = operands(dtype, TOKENS - 5)
-    buffer = torch.zeros(N, K)
-    gradient_fold_outer(buffer, dy, x, False)
-    assert_within(buffer, dy.double().t() @ x.double(), "reduction", torch.float32)
-
-
-def test_a_table_holds_what_is_picked_and_nothing_else():
-    sizes = (64, 128, 200, 512, 1024, 2048, 3072, 4096, 12288, 16500, 151936)
-
-    def picked(dtype, tma):
-        return {
-            pick(tokens, n, k, dtype, tma=tma, processors=processors)
-            for tokens in (1, 16, 1024, 16384)
-            for n, k in itertools.product(sizes, sizes)
-            for processors in (1, 80, 132)
-        }
-
-    by_pointer = picked(torch.bfloat16, False)
-    assert by_pointer == set(POINTER)
-    assert picked(torch.bfloat16, True) | by_pointer == {*TMA, *POINTER}
-    assert picked(torch.float32, True) == set(WIDE)
 
 
 def test_outer_continues_where_it_was_cut():
@@ -190,33 +160,6 @@ def test_ids_beyond_32_bits_are_left_out(ranked):
     assert tokens.tolist() == [3, 1, 0, 2, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        RowFoldSchedule(),
-        RowFoldSchedule(gap=4, runs=2, block=16, batch=4, narrow=16),
-        RowFoldSchedule(gap=16, runs=1, batch=8),
-        RowFoldSchedule(gap=2, runs=8),
-    ],
-    ids=str,
-)
-def test_every_schedule_of_rows_has_the_bytes_of_token_order(schedule, dtype):
-    index = RUNS[torch.randperm(len(RUNS), generator=torch.Generator().manual_seed(1))]
-    rows = probe((len(index), K), torch.bfloat16)
-    rows[0] = -0.0
-    got = probe((7, K), seed=2).to(dtype)
-    got[2] = -0.0
-    expected = got.clone()
-    for token, row in zip(index.tolist(), rows.to(dtype), strict=True):
-        if 0 <= token < 7:
-            expected[token] += row
-    for ranked in (False, True):
-        found = got.clone()
-        launch_rows(found, index, rows, schedule, ranked=ranked)
-        assert same_bytes(found, expected)
-
-
 def test_rows_of_ids_outside_the_table_are_written_nowhere():
     """The table lies in a larger tensor, whose rows such an id would reach."""
     whole = probe((12, K), seed=2)
@@ -276,38 +219,3 @@ def test_descriptors_of_rows_that_overlap_are_refused():
         buffer = torch.zeros(N, K)
         gradient_fold_outer(buffer, dy, x, False)
         assert same_bytes(buffer, outer(dy, x.clone()))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1024, 3072), (3072, 1024), (4096, 4096), (151936, 64)])
-def test_a_schedule_is_picked_from_the_table(shape, tma, dtype):
-    schedule = pick(4096, *shape, dtype, tma=tma, processors=132)
-    assert schedule in candidates(dtype, tma=tma)
-
-
-def test_tables_hold_what_a_multiprocessor_can():
-    for schedule in (*TMA, *POINTER, *WIDE):
-        assert schedule.block_t % 16 == 0
-        tile_n, tile_k = schedule.tile
-        accumulators = tile_n * tile_k // (schedule.warps * 32)
-        assert accumulators + 24 <= (schedule.registers or 255), schedule
-        size = 4 if schedule in WIDE else 2
-        operands = (tile_n + tile_k) * schedule.block_t * size * schedule.stages
-        assert operands * schedule.resident <= SM90_SHARED, schedule
-
-
-@pytest.mark.parametrize(
-    ("shape", "tile"),
-    [
-        ((16384, 12288, 4096), (192, 256)),
-        ((8192, 6144, 4096), (192, 256)),
-        ((16384, 3072, 1024), (192, 128)),
-        ((16384, 1024, 3072), (128, 192)),
-        ((16384, 2048, 2048), (128, 256)),
-        ((4096, 4096, 4096), (128, 256)),
-    ],
-)
-def test_the_fastest_schedule_measured_on_an_h200_is_picked(shape, tile):
-    schedule = pick(*shape, torch.bfloat16, tma=True, processors=132)
-    assert schedule.tile == tile and schedule.persistent

@@ -15,12 +15,9 @@ from rl_consistency.kernels.rms_norm.forward_triton import (
 from rl_consistency.kernels.rms_norm.schedules import (
     MAX_WIDTH,
     NARROW,
-    NarrowSchedule,
     Schedule,
     block_width,
-    pick_backward,
     pick_forward,
-    within_shared,
 )
 from rl_consistency.parity.bytes import same_bytes
 
@@ -77,25 +74,6 @@ def narrow_bwd(dy, dtotal, x, weight, rstd, heads, with_sums, schedule=NARROW):
     return rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, with_sums, schedule)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 2, 64), (16, 1, 64), (35, 1, 128), (35, 3, 100), (17, 5, 128), (33, 8, 128), (19, 2, 256)],
-)
-def test_narrow_rows_give_the_bytes_of_the_other_kernel(shape, dtype):
-    tokens, heads, width = shape
-    projected = probe((tokens, 2 * heads + 1, width), dtype)
-    weight = probe((width,), dtype, seed=1)
-    dy, dtotal = probe(shape, dtype, seed=3), probe(shape, dtype, seed=4)
-    x = projected[:, heads : 2 * heads]
-    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
-    for added, with_sums in ((None, True), (dtotal, True), (x, False)):
-        operands = dy, added, x, weight, rstd, heads, with_sums
-        expected = rms_norm_bwd(*operands, pick_backward(width, heads))
-        for found in (narrow_bwd(*operands), rms_norm_bwd(*operands)):
-            assert all(map(same_bytes, found, expected)), (added is None, with_sums)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(32, 3, 96), (16, 8, 128), (16, 2, 256)])
 def test_narrow_rows_are_the_order_as_bytes(shape, dtype):
@@ -104,17 +82,6 @@ def test_narrow_rows_are_the_order_as_bytes(shape, dtype):
     found = narrow_bwd(dy, None, x, weight, rstd, shape[1], True)
     expected = backward_in_order(dy, x, weight, rstd, shape[1])
     assert all(map(same_bytes, found, expected))
-
-
-def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
-    x, dy, weight = probe((TOKENS, 8, 16)), probe((TOKENS, 8, 16), seed=3), probe((16,), seed=1)
-    dy[:16] = -0.0
-    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
-    operands = dy, None, x, weight, rstd, 8, True
-    expected = rms_norm_bwd(*operands, Schedule(4))
-    for rows, loops in ((1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2), (16, 4), (32, 1)):
-        found = narrow_bwd(*operands, NarrowSchedule(rows=rows, loops=loops, registers=128))
-        assert all(map(same_bytes, found, expected)), (rows, loops)
 
 
 def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
@@ -206,11 +173,3 @@ def test_the_ops_of_a_compiler_give_the_bytes_of_the_launchers():
 def test_rows_wider_than_a_program_are_refused():
     with pytest.raises(ValueError, match=r"rows of 16385 elements on a GPU; at most 16384"):
         pick_forward(MAX_WIDTH + 1)
-
-
-def test_every_width_has_schedules():
-    for width in (1, 63, 64, 128, 1000, 4096, 5120, MAX_WIDTH):
-        assert pick_forward(width) and pick_backward(width, 1)
-    assert pick_backward(128, 64).warps > pick_backward(128, 8).warps
-    assert within_shared(Schedule(8, stages=3), 64 * 1024, 96 * 1024).stages == 2
-    assert within_shared(Schedule(8, stages=3), 256 * 1024, 96 * 1024).stages == 1

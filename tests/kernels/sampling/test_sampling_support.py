@@ -43,13 +43,6 @@ def results(values, rows):
     return {"scaled": one.scaled, "normalizer": one.log_normalizer, "entropy": one.entropy()}
 
 
-def test_the_docstring_example_holds():
-    one = distribution(torch.tensor([[1.0, 3.0, 2.0]]), SamplingRows.uniform(1, top_k=2))
-    assert one.scaled.tolist() == [[-math.inf, 0.0, -1.0]]
-    assert one.log_normalizer.tolist() == pytest.approx([0.3133], abs=1e-4)
-    assert one.probabilities()[0].tolist() == pytest.approx([0.0, 0.7311, 0.2689], abs=1e-4)
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_matches_fp64(temperature):
     one = distribution(logits(), SamplingRows.uniform(ROWS, temperature=temperature))
@@ -142,12 +135,6 @@ def test_the_callers_logits_are_left_alone():
     distribution(values, SamplingRows.uniform(ROWS))
     distribution(values, mixed_rows())
     assert same_bytes(values, before)
-
-
-def test_no_rows_give_no_rows():
-    for settings in ({}, {"top_k": 3}):
-        one = distribution(torch.zeros(0, V), SamplingRows.uniform(0, **settings))
-        assert one.scaled.shape == (0, V) and one.entropy().shape == (0,)
 
 
 @pytest.mark.parametrize(

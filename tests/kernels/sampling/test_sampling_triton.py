@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import philox_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
@@ -53,13 +50,6 @@ def test_draws_over_the_whole_range_of_uniforms():
     values = probe_logits(1, 140).expand(90, -1)
     uniforms = (torch.arange(90, dtype=torch.float64) + 0.5) / 90
     assert agrees(values.contiguous(), SamplingRows.uniform(90, temperature=3.0), uniforms)
-
-
-def test_more_blocks_than_are_searched_together(monkeypatch):
-    monkeypatch.setattr(sampling_triton, "PICK_BLOCKS", 4)
-    monkeypatch.setattr(sampling_triton, "WEIGHT_BLOCKS", 2)
-    values = probe_logits(6, 3000) * 0.2
-    assert agrees(values, SamplingRows.uniform(6), uniforms_of(6))
 
 
 def test_minus_infinity_is_never_drawn():
@@ -119,27 +109,6 @@ def test_uniforms_of_another_form_are_refused():
     for bad in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
         with pytest.raises(ValueError, match="need fp64, one per row"):
             one.draw(bad)
-
-
-@triton.jit
-def coarse_weights(logprobs):
-    return (exp_fp32(logprobs) * 1024.0).to(tl.int64)
-
-
-@triton.jit
-def unguarded_weights(logprobs):
-    return (exp_fp32(logprobs).to(tl.float64) * (2.0**52) + 0.5).to(tl.int64) + 1
-
-
-@pytest.mark.parametrize("mutant", [coarse_weights, unguarded_weights])
-def test_other_weights_fail_the_same_check(monkeypatch, mutant):
-    values = probe_logits(1, 140).expand(24, -1).contiguous()
-    values[:, 0] = -torch.inf
-    uniforms = torch.arange(24, dtype=torch.float64) / 24
-    rows = SamplingRows.uniform(24, temperature=3.0)
-    assert agrees(values, rows, uniforms)
-    monkeypatch.setattr(sampling_triton, "integer_weights", mutant)
-    assert not agrees(values, rows, uniforms)
 
 
 def test_numbers_of_rows_share_a_compiled_kernel():

@@ -8,7 +8,6 @@ from torch import nn
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
 from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
@@ -175,16 +174,6 @@ def mixed_rows():
     )
 
 
-def test_truncated_distributions_match_the_cpu_order():
-    logits = probe((ROWS, V), scale=0.5)
-    ours = triton_distribution(logits, mixed_rows())
-    cpu = sampling_support.distribution(logits, mixed_rows())
-    assert torch.equal(ours.scaled == -torch.inf, cpu.scaled == -torch.inf)
-    assert_within(ours.log_normalizer, cpu.log_normalizer, "reduction", torch.float32)
-    assert_within(ours.entropy(), cpu.entropy(), "reduction", torch.float32)
-    assert_within(ours.probabilities(), cpu.probabilities(), "reduction", torch.float32)
-
-
 def test_truncated_gradients_match_the_cpu_order(monkeypatch):
     hidden, weight = operands()
     best = lm_head_logits(hidden, weight).argmax(1)
@@ -205,16 +194,6 @@ def test_a_target_that_is_no_token_has_the_logprob_nan():
     rows = SamplingRows.uniform(3)
     logprobs, _ = triton_token_logprobs(hidden[:3], weight, bad, rows)
     assert logprobs.isnan().tolist() == [True, True, False]
-
-
-def test_one_row_of_a_vocabulary_below_one_block():
-    hidden, weight = (t[:k] for t, k in zip(operands(), (1, 9), strict=True))
-    rows = SamplingRows.uniform(1)
-    exact = token_logprobs_reference(hidden, weight, torch.tensor([5]))
-    for plan in plans(rows):
-        ours = triton_token_logprobs(hidden, weight, torch.tensor([5]), rows, plan=plan)
-        for got, expected in zip(ours, exact, strict=True):
-            assert_within(got, expected, "reduction", torch.float32)
 
 
 def test_nan_logits_stay_nan():
