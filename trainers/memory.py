@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.models.captured.layer_graphs import layers_op_by_op
+from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.recipe import RunConfig
 

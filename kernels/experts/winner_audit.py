@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.cache.tuned_schedules import picked_once, tuned_schedules
-from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import described, gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.rows_triton import combine_fwd
@@ -35,7 +34,6 @@ def audit_winner(
     """Compute y [P, N] again, if a winner computed it and an audit is due.
 
     `again` is the call by another schedule. Nothing is computed while a CUDA graph is captured.
-    While kernels compile ahead, an audit's is compiled and nothing counted.
     """
     layout = "nn" if product == "nn" else "nt"
     n, k = weights.shape[1:] if layout == "nt" else weights.shape[:0:-1]
@@ -46,8 +44,7 @@ def audit_winner(
         return
     with unrecorded():
         expected = again(pick_product(product, *sizes, weights.dtype, False))
-        if not compiles_only():
-            audit.record(tuned, pairs_of(y, first), pairs_of(expected, first))
+        audit.record(tuned, pairs_of(y, first), pairs_of(expected, first))
 
 
 def audit_few_winner(
@@ -78,15 +75,14 @@ def audit_few_winner(
         plain = pick_product("nt", *sizes, hidden, width, x.dtype, False)
         outputs = product_fwd(activated, down, "nt", *given, False, plain)
         expected = combine_fwd(outputs, places, weights)
-        if not compiles_only():
-            audit.record(tuned, y, expected)
+        audit.record(tuned, y, expected)
 
 
 def _due(y: Tensor) -> bool:
     """Whether this call is audited; counts it if it may be."""
     if y.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return compiles_only() or audit.due()
+    return audit.due()
 
 
 def pairs_of(x: Tensor, first: Tensor) -> Tensor:

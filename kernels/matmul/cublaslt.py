@@ -27,13 +27,13 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.core.race import time_ratio
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import pick, prefers_library, tuned_preference
+from rl_consistency.kernels.matmul.schedules import prefers_library, tuned_preference
 
 ALIGNMENT = 256
 """Bytes. The library chooses its kernel by alignment, and certificates are made with fresh tensors,
@@ -85,9 +85,9 @@ def product(
         return None
     if bias is not None and (out_dtype != dtype or not bias.is_contiguous()):
         return None
-    key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
     if compiles_only():
-        return _compiled(a, b, bias, layout, out_dtype, key)
+        return None  # what comparisons and audits launch is compiled, not the product of one
+    key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
     capturing = torch.cuda.is_current_stream_capturing()
     if not _admitted(device, key, m, capturing):
         return None
@@ -98,25 +98,6 @@ def product(
             expected = matmul_fwd(a[rows], b, bias, layout, out_dtype)
             audit.record(Certified(certificates(a.device), key), y[rows], expected)
     return y
-
-
-def _compiled(
-    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype, key: Key
-) -> Tensor | None:
-    """`product` while kernels compile ahead: what comparisons and an audit would launch, and memory
-    in place of the product. Nothing is compared, since nothing is computed."""
-    held, (m, k), n = certificates(a.device), a.shape, b.shape[0 if layout == "nt" else 1]
-    if not held.holds(key) and (held.knows(key) or not _has_room(a.device, key)):
-        return None
-    # An audit samples half of its rows to all of them, by m.
-    audited = range(min(m, audit.AUDIT_ROWS // 2), min(m, audit.AUDIT_ROWS) + 1)
-    tma = has_tma(a.device)
-    one_each = {pick(c, n, k, a.dtype, layout, tma, out_dtype, a.device): c for c in audited}
-    counts = {*held.to_compare(key, m, to_the_row=to_the_row()), *one_each.values()}
-    with unrecorded():
-        for count in sorted(counts):
-            matmul_fwd(a.new_empty(count, k), b, bias, layout, out_dtype)
-    return a.new_empty(m, n, dtype=out_dtype)
 
 
 def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor, own: Callable[[], None]) -> bool:

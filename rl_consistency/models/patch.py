@@ -16,7 +16,6 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
-from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.copied_settings import copied_settings
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
@@ -26,6 +25,7 @@ from rl_consistency.models.gradient_buffers import (
     restore_gradient_dtype,
 )
 from rl_consistency.models.inventory import Fault, ForwardState, ForwardWatch, faults
+from rl_consistency.models.layer_graphs import LayerGraphs
 from rl_consistency.models.modules import (
     ADDED,
     CanonicalAttention,

@@ -333,15 +333,9 @@ class RolloutEngine:
         with self._lock:
             self._require_idle("warm_up")
             self._runner.begin(self._weights.library_generation())
-            drafts, truncates = range(sampling.speculation + 1), sampling.restricts_support
-            self._kernels.compile(drafts, truncates, batch_sizes, longest)
-            self._runner.warm_up(
-                batch_sizes,
-                drafts=drafts,
-                truncates=truncates,
-                shares=sampling.n > 1 and self._blocks.share_prefixes,
-                longest=longest,
-            )
+            bounds = self._kernels.bounds(sampling, batch_sizes, longest)
+            self._kernels.compile(bounds)
+            self._kernels.capture(replace(bounds, shares=sampling.n > 1 and bounds.shares))
 
     def _run(self, progress: RolloutProgress | None) -> Generator[Any]:
         """First None, then the completions of all that is unfinished in this rollout."""

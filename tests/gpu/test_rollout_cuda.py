@@ -201,9 +201,9 @@ def test_nothing_computed_with_a_withdrawn_product_is_used_again(
                 assert as_bytes(engine.generate(prompts, sampling)) != expected
         assert engine.stats.prefix_hit_tokens > hits
         assert audit.schedule_audit().calls > calls > 0
-        assert len(engine._runner._graphs) > 0
+        assert len(engine._runner.decode_graphs) > 0
         engine.warm_up(sampling, batch_sizes=[])
-        assert len(engine._runner._graphs) == 0
+        assert len(engine._runner.decode_graphs) == 0
         assert as_bytes(engine.generate(prompts, sampling)) == expected
         assert engine.stats.prefix_hit_tokens == hits
 

@@ -130,12 +130,12 @@ def with_graphs(model, **settings):
     """An engine whose captured calls run on the CPU."""
     engine = engine_of(model, **settings)
     runner = engine._runner
-    runner._graphs = Uncaptured(
+    runner.decode_graphs = Uncaptured(
         runner._state,
         runner._cache,
         runner._decode,
-        capacity=runner._capacity,
-        prepare=lambda: rotary_rows(model, runner._capacity),
+        capacity=runner.capacity,
+        prepare=lambda: rotary_rows(model, runner.capacity),
     )
     return engine
 

@@ -31,7 +31,7 @@ from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.models import forward, packing
-from rl_consistency.models.captured.captured_gradients import by_dtype
+from rl_consistency.models.captured_layers import by_dtype
 from rl_consistency.models.stock.attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler

@@ -10,7 +10,6 @@ from rl_consistency.kernels.attention import decode_triton, forward_plan
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.forward_plan import (
     NARROWEST,
-    AlikeSequences,
     decode_cut,
     pick_forward,
     plan_forward,
@@ -222,17 +221,6 @@ def test_programs_that_share_a_tile_keep_its_factors_in_tensors_of_their_own(mon
     operands = [x for x in launched["attention_combine_kernel"] if isinstance(x, torch.Tensor)]
     sums = [x for x in operands if x.is_floating_point()]
     assert len(sums) == 7 and all(x.data_ptr() % 16 == 0 for x in sums)
-
-
-@pytest.mark.parametrize("queries", [1, 3, 40])
-def test_alike_sequences_have_the_plan_of_the_layout_that_they_stand_for(queries):
-    for count, past in ((1, 16), (7, 500), (40, 3000)):
-        layout = paged([past + queries] * count, queries)
-        cache = layout.key_cache[0]
-        alike = AlikeSequences.of(count, queries, past, cache)
-        q, k = torch.empty(1, 32, 128, dtype=torch.bfloat16), cache[0]
-        assert plan_forward(q, k, k, alike) == plan_forward(q, k, k, layout)
-        assert plan_forward(q, k, k, alike, 100) == plan_forward(q, k, k, layout, 100)
 
 
 RESIDENT = [
