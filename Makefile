@@ -1,7 +1,7 @@
 # make demo      set up .venv with what a run needs and train the tiny arithmetic recipe
-# make test      the test suite                     make lint       style, bans, types
-# make gpu-test  the tests marked gpu               make bench      benchmarks, on a green tree
-# make oldest    a run and some tests with the oldest versions setup.cfg allows
+# make test      the tests of a change, five minutes      make test-all  every test without a GPU, recorded
+# make lint      style, bans, types                       make gpu-test  the tests marked gpu
+# make oldest    the oldest versions setup.cfg allows     make bench     benchmarks, on a green tree
 #
 # Variables: PYTHON       the interpreter .venv is made from (3.11 or newer)
 #            TORCH_INDEX  the index torch comes from; for the small CPU build on an ordinary machine
@@ -9,12 +9,14 @@
 #            TEST_WORKERS test processes, one thread each
 #            GPU_PYTHON   the interpreter of the GPU machine, with its own torch
 #            GPU_WORKERS  test processes that share the GPU; most of their time is compilation
+#            BENCH_FOLDER where `make bench` writes its JSON
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 TEST_WORKERS ?= 2
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 12
+BENCH_FOLDER ?= runs/bench
 RECIPE ?= recipes/grpo_arithmetic_tiny_cpu.yaml
 
 BIN := .venv/bin
@@ -25,7 +27,7 @@ CONSTRAINTS := constraints-cpu.txt
 PACKAGING := setup.cfg pyproject.toml $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint oldest gpu-test bench
+.PHONY: help demo test test-all lint oldest gpu-test bench
 
 help:
 	@sed -n '1,4p' Makefile
@@ -34,8 +36,12 @@ demo: .venv/.ready
 	$(BIN)/rl-consistency train $(RECIPE) --overwrite
 
 test: .venv/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu" \
-	  --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal \
+	  -m "not gpu and not thorough" --ignore tests/gpu
+
+# Before a release, and whenever what is marked thorough or its code changes.
+test-all: .venv/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tools/test_all.py $(TEST_WORKERS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .
@@ -50,15 +56,14 @@ gpu-test:
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1
 
 # DEVICE=cuda measures the GPU of this machine with its own torch; without it, accuracy on this CPU.
+# Each writes a JSON file of its own.
 ifeq ($(DEVICE),cuda)
 bench: gpu-test
-	$(GPU_PYTHON) -m benchmarks ops --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m benchmarks train --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m benchmarks rollout --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m benchmarks speed-doc
+	for what in ops train rollout; do \
+	  $(GPU_PYTHON) -m benchmarks $$what --json $(BENCH_FOLDER)/$$what.json || exit 1; done
 else
 bench: .venv/.ready-dev test
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks accuracy --json benchmarks/results/cpu_accuracy.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks accuracy --json $(BENCH_FOLDER)/accuracy.json
 endif
 
 # torch first and alone: the index it may come from need not hold its dependencies, which the next

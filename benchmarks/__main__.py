@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import accuracy_doc, speed_doc
+from benchmarks import accuracy_doc
 from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.suites import op_suites, random_op_suites
 from benchmarks.results import Results, compare, load, save
@@ -39,8 +39,8 @@ from benchmarks.tune.harness import tune, write_table
 from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
 from benchmarks.tune.winners import own_winners
 from benchmarks.tune.works import OPS
-from rl_consistency.cli.output_file import require_writable
 from rl_consistency.cli.verify import chosen_device
+from rl_consistency.numerics.files import require_writable
 
 SUITES = {
     "ops": op_suites,
@@ -90,14 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         ("distributed", _measure, "sums, steps and GRPO steps on all GPUs of this machine"),
         ("trl", _measure, "TRL's GRPO step as it comes, attached, and our own recipe's"),
         ("tune", _tune, "every schedule of an op"),
-        ("accuracy", _accuracy, "errors against fp64; docs/accuracy.md"),
-        ("speed-doc", lambda _: speed_doc.write(), "docs/speed.md and the README's speed table"),
+        ("accuracy", _accuracy, "errors against fp64"),
         ("compare", _compare, "the same cases of two results files"),
         ("merge", _merge, "results that several GPUs measured side by side, into the first file"),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(run=run)
-        if name not in ("speed-doc", "compare", "merge"):
+        if name not in ("compare", "merge"):
             command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
         if name in SUITES:
             command.add_argument("--only", metavar="SUITE,...", help="only these suites")

@@ -1,4 +1,4 @@
-"""The accuracy table: rows of `rl_consistency.verify.checks.accuracy` and docs/accuracy.md."""
+"""The accuracy table: rows of `rl_consistency.verify.checks.accuracy`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import torch
 
 from benchmarks.results import markdown_table
 from benchmarks.suite import run_meta
-from rl_consistency.cli.output_file import write_whole
+from rl_consistency.numerics.files import write_output
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 from rl_consistency.verify.checks.accuracy import accuracy_rows, long_fold_rows
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, DOC = ROOT / "benchmarks/results/cpu_accuracy.json", ROOT / "docs/accuracy.md"
 HEAD = ("op", "dtype", "size", "quantity", "our error", "stock error", "ratio")
 
 TEXT = """# Accuracy of the canonical orders
@@ -43,10 +41,7 @@ here. A bf16 model still gains, because its gradients stay fp32.
 
 
 def measure(device: torch.device, file: Path | None, command: str) -> int:
-    """Print the table of a device, or write it to `file`; 1 where claim C6 does not hold.
-
-    `RESULTS` also becomes docs/accuracy.md.
-    """
+    """Print the table of a device, or write it to `file`; 1 where claim C6 does not hold."""
     rows, long = accuracy_rows(device, (torch.float32, torch.bfloat16)), long_fold_rows(device)
     content = {
         "meta": run_meta(device, command) | {"threads": torch.get_num_threads()},
@@ -56,9 +51,7 @@ def measure(device: torch.device, file: Path | None, command: str) -> int:
     if file is None:
         print(document(content))
     else:
-        write_whole(file, json.dumps(content, indent=1) + "\n")
-        if file.resolve() == RESULTS:
-            DOC.write_text(document(content), encoding="utf-8")
+        write_output(file, json.dumps(content, indent=1) + "\n")
     over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too
     for row in over:
         print(f"above {ERROR_GROWTH_LIMIT}: {row}", file=sys.stderr)
@@ -66,7 +59,7 @@ def measure(device: torch.device, file: Path | None, command: str) -> int:
 
 
 def document(content: Mapping[str, Any]) -> str:
-    """docs/accuracy.md."""
+    """The table as text."""
     rows, meta = content["rows"], content["meta"]
     return TEXT.format(
         **max(rows, key=lambda row: row["ratio"]),

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.bars import BARS, COMPARISONS
 from benchmarks.rows import Row, geometric_mean
-from rl_consistency.cli.output_file import write_whole
+from rl_consistency.numerics.files import write_output
 
 Part = Mapping[str, Sequence[Any]]
 """Sizes of a shape and the values that they have in a part of a suite: some models, or a seed."""
@@ -130,7 +130,7 @@ def save(path: Path, results: Results) -> None:
     rows = [{k: v for k, v in asdict(row).items() if v not in (None, {})} for row in results.rows]
     listed = ",\n  ".join(map(json.dumps, rows))
     rest = json.dumps({"bars": results.bars, "meta": dict(results.meta)}, indent=1)
-    write_whole(path, f'{{\n "rows": [\n  {listed}\n ],\n{rest[2:]}\n')
+    write_output(path, f'{{\n "rows": [\n  {listed}\n ],\n{rest[2:]}\n')
 
 
 def compare(old: Results, new: Results) -> Iterator[str]:

@@ -22,6 +22,7 @@ def test_in_the_trl_example_tokens_differ_only_without_the_patch(measure_only, m
     assert (int(found[1]) > 0) == measure_only
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stock", [False, True], ids=["attached", "stock"])
 @pytest.mark.parametrize("name", ["trl_sft.py", "hf_trainer.py"])
 def test_every_cut_of_a_batch_has_one_digest_only_with_the_patch(name, stock, monkeypatch, capsys):

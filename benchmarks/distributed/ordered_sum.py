@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.distributed.ranks import on_ranks
 from benchmarks.timing import Machine
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.clock import finished_seconds
@@ -27,7 +27,7 @@ def sum_round(bench: Machine, ranks: int, gigabytes: int) -> dict[str, Any]:
 
 
 def _times(world: World, size: int) -> tuple[float, float]:
-    total = OrderedSum(world, LeafOrder(world.size))
+    total = OrderedSum(world, PartOrder(world.size))
     buckets, numel = size // BUCKET_BYTES, BUCKET_BYTES // 4
     vectors = [torch.ones(numel, device=world.device) for _ in range(buckets)]
     outs = [vector.new_empty(len(vector) // world.size) for vector in vectors]

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from benchmarks.distributed.ranks import on_ranks
 from benchmarks.timing import Machine, held_by_graphs
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
@@ -68,7 +68,7 @@ def _measured(
         for ordered in (True, False):
             policy: Any = build_preset(model, torch.bfloat16, device=world.device).train()
             stack.enter_context(patch(policy, grad_dtype=torch.float32))
-            order = LeafOrder(world.size)
+            order = PartOrder(world.size)
             ranks = STRATEGIES[strategy](world, order, policy, ordered=ordered)
             runs[ordered] = _step_of(ranks, [length] * sequences)
             found[ordered] = {"times": [], "bytes": 0}

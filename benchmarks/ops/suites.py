@@ -34,8 +34,8 @@ from benchmarks.random_shapes import (
 from benchmarks.shapes import BANDS, EXPERTS, HEADS, ROWS, VOCABULARY, WEIGHTS
 from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import Machine
+from rl_consistency.cases.case import TINY_SHAPES, OpShapes, shapes_of
 from rl_consistency.verify.checks.accuracy import accuracy_rows
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpShapes, shapes_of
 
 Sizes = Sequence[dict[str, Any]]
 

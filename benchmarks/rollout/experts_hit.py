@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from rl_consistency.models.families import num_experts
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.routing import recorded_routing
-from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.settings import numeric_settings
 

@@ -23,7 +23,7 @@ from benchmarks.rollout.decoding import MODES
 from benchmarks.rollout.generation import engine_for, patched_model
 from benchmarks.rollout.workload import Workload, requests
 from benchmarks.timing import Machine
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
@@ -32,11 +32,16 @@ from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.advantages import group_advantages
-from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
-from rl_consistency.trainers.losses import policy_loss, token_weights
+from rl_consistency.trainers.losses import (
+    LossConfig,
+    TokenBatch,
+    per_token,
+    policy_loss,
+    token_weights,
+)
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Replicated
 
 LEARNING_RATE = 1e-6
 MICRO_BATCH = 16
@@ -55,7 +60,7 @@ def grpo_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
         engine = engine_for(model.train(), workload)
         accelerator = Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no")
         section = OptimizerSection(learning_rate=LEARNING_RATE)
-        ranks = Replicated(World.join(bench.device), LeafOrder(1), model)
+        ranks = Replicated(World.join(bench.device), PartOrder(1), model)
         optimizer = PolicyOptimizer(ranks, section, accelerator, total_steps=100)
         for i in range(1 + ROUNDS):
             for mode in MODES:

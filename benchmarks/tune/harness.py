@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.timing import ROUNDS, Rounds
-from rl_consistency.cli.output_file import write_whole
+from rl_consistency.numerics.files import write_output
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.stopwatch import Bench, interleaved
 from rl_consistency.tuning.work import Work, compare
@@ -38,7 +38,7 @@ def tune(
         with numeric_settings():
             rows[work.key] = row = measured(work, bench, rounds)
         if file is not None:
-            write_whole(file, json.dumps(rows, indent=1) + "\n")
+            write_output(file, json.dumps(rows, indent=1) + "\n")
         print(work.key)
         for name, us in sorted(row["us"].items(), key=lambda item: item[1]):
             print(f"  {us:9.1f} us  {name}{' <- picked' if name == work.picked else ''}")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_consistency.cli.live_progress import live_progress
+from rl_consistency.cli.console import live_progress
 from rl_consistency.cli.verify import DTYPES, chosen_device
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.leaves import Round
+from rl_consistency.distributed.gradient_parts import Round
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.numerics.errors import ConsistencyError
 
 
 class GradientBuckets:
-    """Sums gradients by name over the leaves of a step; see `OrderedSum`.
+    """Sums gradients by name over the parts of a step; see `OrderedSum`.
 
-    A step: for each round of `step`, `put` every gradient of the leaf; then `take`, and `gather`
+    A step: for each round of `step`, `put` every gradient of the part; then `take`, and `gather`
     where whole gradients are needed. A bucket is sent when it and those before it are full. So all
     ranks send in one order, that of a backward pass: the last parameters first. Buckets do not
     change a bit.
@@ -49,15 +49,15 @@ class GradientBuckets:
             self._unsent = deque(enumerate(self._buckets))
             yield round
             lacking = [name for name in reversed(self._shapes) if name not in self._given]
-            if round.leaf is not None:
-                self._missing += [f"{name} (leaf {round.leaf})" for name in lacking]
+            if round.part is not None:
+                self._missing += [f"{name} (leaf {round.part})" for name in lacking]
             for name in lacking:
                 nothing = torch.full(self._shapes[name], torch.nan, device=self._total.world.device)
                 self.put(name, nothing)
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Give away the finished gradient of a leaf, fp32: from a post-accumulate-grad hook in the
-        leaf's last micro-batch, which then sets `.grad` to None. What filler gives is not added.
+        """Give away the finished gradient of a part, fp32: from a post-accumulate-grad hook in the
+        part's last micro-batch, which then sets `.grad` to None. What filler gives is not added.
 
         Raises: TypeError on another dtype; ValueError on an unknown name, another shape or a
         gradient given twice.

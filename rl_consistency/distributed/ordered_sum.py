@@ -1,10 +1,10 @@
-"""g = leaf 0 + leaf 1 + ... in leaf order, whichever rank computed a leaf.
+"""g = part 0 + part 1 + ... in part order, whichever rank computed a part.
 
-Shapes: vectors [world size * n] -> this rank's slice [n]; one vector per key and leaf.
+Shapes: vectors [world size * n] -> this rank's slice [n]; one vector per key and part.
 Dtypes and rounding points: fp32; each addition rounds.
 Order: ORDER below, `leaf_sum`.
 Invariant to: number of ranks and nodes, how vectors are cut into keys, when they are added.
-Varies with: the number of leaves and of their groups.
+Varies with: the number of parts and of their groups.
 Errors: TypeError on another dtype, ValueError on a length that the ranks do not divide,
     CollectiveError when a rank is lost.
 Cost: a round sends what an fp32 reduce-scatter sends. The carry has 4 / world size bytes per
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.leaves import LeafOrder, Round
+from rl_consistency.distributed.gradient_parts import PartOrder, Round
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 
@@ -38,15 +38,15 @@ parameter.grad (fp32) = group 0; for each further group, upward: parameter.grad 
 
 
 class OrderedSum:
-    """Sums of vectors over the leaves of a step. Each rank keeps one slice of every sum.
+    """Sums of vectors over the parts of a step. Each rank keeps one slice of every sum.
 
-    In each round every rank adds its leaf's vectors, all ranks the same keys in the same order. A
-    rank without a leaf adds vectors of the right length, which count for nothing. On CUDA the work
+    In each round every rank adds its part's vectors, all ranks the same keys in the same order. A
+    rank without a part adds vectors of the right length, which count for nothing. On CUDA the work
     has a stream of its own, and no call waits for the device.
     """
 
-    def __init__(self, world: World, order: LeafOrder):
-        """Every rank calls it. ValueError if so many ranks cannot share the leaves."""
+    def __init__(self, world: World, order: PartOrder):
+        """Every rank calls it. ValueError if so many ranks cannot share the parts."""
         inner_size = order.inner_size(world.size, world.ranks_per_node)
         self.world = world
         self.rounds = order.rounds(world.rank, world.size, inner_size)
@@ -54,7 +54,7 @@ class OrderedSum:
         self._round = self.rounds[0]
         self._inner, self._across = world.split(inner_size)
         self.slice_index = self._inner.rank * self._across.size + self._across.rank
-        """Which slice of a vector is this rank's; its rank if there is one group of leaves."""
+        """Which slice of a vector is this rank's; its rank if there is one group of parts."""
         cuda = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if cuda else None
         self._sent: deque[tuple[str, Tensor, Callable[[], Tensor]]] = deque()
@@ -75,7 +75,7 @@ class OrderedSum:
                 self._fold(0)
 
     def add(self, key: str, vector: Tensor) -> None:
-        """Add this rank's leaf, [world size * n] fp32, which belongs to the sum from now on."""
+        """Add this rank's part, [world size * n] fp32, which belongs to the sum from now on."""
         if vector.dtype != torch.float32:
             raise TypeError(f"gradient {key} must be torch.float32, got {vector.dtype}.")
         if vector.dim() != 1 or len(vector) % self.world.size:
@@ -108,7 +108,7 @@ class OrderedSum:
 
     @property
     def in_last_round(self) -> bool:
-        """Whether sums are complete once this round's leaves are added."""
+        """Whether sums are complete once this round's parts are added."""
         return self.round_index == len(self.rounds) - 1
 
     def by_slice(self, vector: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class OrderedSum:
             _continue(self._group_carry, key, wait())
             if not self._round.groups:
                 continue
-            # A rank whose group has no leaf sends nothing, and gives the length.
+            # A rank whose group has no part sends nothing, and gives the length.
             group = self._group_carry.pop(key, vector[: len(vector) // self._inner.size])
             what = f"{self._what(key)} of groups"
             _continue(self._carry, key, self._across.exchange(what, group, self._round.groups)())

@@ -42,12 +42,13 @@ def attend_to_anything(model: Any, paged: PagedAttention) -> None:
     and keys hold anything, and nothing is written to the cache."""
     if not is_canonical("attention"):
         return
-    kinds = {layer.self_attn.window: layer.self_attn for layer in _decoder(model).layers}
+    layers: Any = _decoder(model).layers
+    kinds = {layer.self_attn.window: layer.self_attn for layer in layers}
     (rows,), (_, _, *kv) = paged.slot_mapping.shape, paged.key_cache[0].shape
     q = paged.key_cache[0].new_empty((rows, model.config.num_attention_heads, kv[1]))
-    new = q.new_empty((2, rows, *kv)).unbind(0)
+    k, v = q.new_empty((2, rows, *kv))
     for window, attention in kinds.items():
-        attention_paged(q, paged, 0, scale=attention.scaling, window=window, new=new)
+        attention_paged(q, paged, 0, scale=attention.scaling, window=window, new=(k, v))
 
 
 def layer_parameters(model: nn.Module) -> int:

@@ -14,17 +14,18 @@ from torch import nn
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models import families
-from rl_consistency.models.audit import AuditTable, audit
-from rl_consistency.models.copied_settings import copied_settings
+from rl_consistency.models.coverage import CoverageTable, coverage
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.gradient_buffers import (
-    gradient_buffers,
-    own_buffers,
-    restore_gradient_dtype,
+from rl_consistency.models.inventory import (
+    Fault,
+    ForwardState,
+    ForwardWatch,
+    copied_settings,
+    faults,
 )
-from rl_consistency.models.inventory import Fault, ForwardState, ForwardWatch, faults
 from rl_consistency.models.layer_graphs import LayerGraphs
 from rl_consistency.models.modules import (
     ADDED,
@@ -144,9 +145,9 @@ class PatchSession:
                     if not nested and unsharded_class(type(module)) is taken.stock:
                         module.__class__ = with_base(type(module), taken.canonical)
 
-    def report(self) -> AuditTable:
+    def report(self) -> CoverageTable:
         """Every leaf module and functional op on the forward path, with its verdict."""
-        return audit(self.model, patched=bool(self._taken) and not self._in_stock)
+        return coverage(self.model, patched=bool(self._taken) and not self._in_stock)
 
     def faults(self) -> list[Fault]:
         """What was changed since the patch and cannot be honoured; see `models/inventory.py`.
@@ -344,7 +345,7 @@ def patch(
     families.check_head(model)
     families.check_plans(model)
     families.check_parameters(model)
-    audit(model).require_supported()
+    coverage(model).require_supported()
     session = PatchSession(model, captures=cuda_graphs)
     try:
         session._settings.enter_context(numeric_settings())
@@ -395,3 +396,33 @@ def _read_settings() -> tuple[Any, ...]:
 def _write_settings(values: tuple[Any, ...]) -> None:
     for setting, value in zip(SETTINGS, values, strict=True):
         setting.write(value)
+
+
+def gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:
+    """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            uses.setdefault(parameter, []).append(own)
+    return {
+        name: buffer
+        for parameter, names in uses.items()
+        for name, buffer in zip(
+            names, GradientBuffer.for_uses(parameter, len(names), passes), strict=True
+        )
+    }
+
+
+def own_buffers(
+    buffers: dict[str, GradientBuffer], name: str, module: nn.Module
+) -> dict[str, GradientBuffer]:
+    """The buffers of a module's own parameters, by their names in it."""
+    own = dict(module.named_parameters(recurse=False))
+    return {key: buffers[f"{name}.{key}".lstrip(".")] for key in own}
+
+
+def restore_gradient_dtype(parameter: nn.Parameter) -> None:
+    """Let the gradient have the parameter's dtype, with a present one rounded to it."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import speed_doc
 from benchmarks.random_shapes import draw_folds
 from benchmarks.results import Results, load, save
 from benchmarks.suite import Case
@@ -106,28 +105,6 @@ def test_results_are_merged_into_the_first_file(tmp_path, capsys):
 def test_accuracy_on_no_device_is_an_error_by_name(device, capsys):
     assert command.main(["accuracy", "--device", device]) == 2
     assert "--device" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", '{"rows": [], "meta": {"device": "x"}}',
-     '{"rows": [{"suite": "training_step", "work": "w", "dtype": "b"}], "meta": {"device": "x", '
-     '"versions": {"torch": "2", "triton": "3"}}}'],
-    ids=["absent", "no versions", "a row without its model"],
-)  # fmt: skip
-def test_speed_doc_of_what_lacks_something_is_an_error_by_name(
-    content, tmp_path, monkeypatch, capsys
-):
-    file = tmp_path / "h200.json"
-    if content:
-        file.write_text(content)
-    monkeypatch.setattr(speed_doc, "RESULTS", file)
-    for name in ("README", "DOC", "PICTURE", "H100_DOC"):
-        monkeypatch.setattr(speed_doc, name, tmp_path / name)
-    assert command.main(["speed-doc"]) == 2
-    error = capsys.readouterr().err
-    assert str(file) in error and error.count("\n") == 1
-    assert not any((tmp_path / name).exists() for name in ("README", "DOC", "H100_DOC"))
 
 
 def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):

@@ -15,9 +15,9 @@ from benchmarks.rollout.hugging_face import GENERATE, generate_rate, hugging_fac
 from benchmarks.rollout.workload import Workload
 from benchmarks.rows import Row
 from benchmarks.timing import Ceilings
+from rl_consistency.models.families import num_experts
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.routing import recorded_routing
-from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.engine import RolloutEngine

@@ -8,7 +8,7 @@ from rl_consistency.cli.diff import _made
 from rl_consistency.trainers import hooks
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
-from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Replicated
 from tests.cli.test_train import RECIPE
 
 BROKEN = "model.layers.0.mlp.up_proj.weight"

@@ -6,7 +6,7 @@ from time import sleep
 import pytest
 from rich.console import Console
 
-from rl_consistency.cli.live_progress import start_up
+from rl_consistency.cli.console import start_up
 from rl_consistency.cli.main import main
 
 PHASES = ("reading [the] data", "loading the weights")

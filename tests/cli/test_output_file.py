@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.cli.output_file import require_writable, write_whole
+from rl_consistency.numerics.files import require_writable, write_output
 
 READ_ONLY = Path("/proc")
 """Takes no files, not even from root."""
@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_written_is_refused_by_option_and_path(unwritable,
     assert f"--json {unwritable}: " in str(refusal.value)
     assert state(tmp_path) == before
     with pytest.raises(OSError):
-        write_whole(unwritable, "new")
+        write_output(unwritable, "new")
     assert state(tmp_path) == before
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_accepted_is_written_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for content in ("first", "second"):
         require_writable("--json", Path("x.json"))
-        write_whole(Path("x.json"), content)
+        write_output(Path("x.json"), content)
         assert {name: text for name, (text, *_) in state(tmp_path).items()} == {
             "x.json": content.encode()
         }
@@ -93,7 +93,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     file = tmp_path / "x.json"
     file.write_text("kept")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(file, "new \ud800")
+        write_output(file, "new \ud800")
     assert file.read_text() == "kept"
 
 
@@ -104,7 +104,7 @@ def test_a_link_is_written_through(tmp_path):
     link.symlink_to(folder / "real.json")
     for content in ("first", "second"):
         require_writable("--json", link)
-        write_whole(link, content)
+        write_output(link, content)
         assert link.is_symlink() and (folder / "real.json").read_text() == content
     link.unlink()
     link.symlink_to(READ_ONLY / "x.json")
@@ -117,7 +117,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     require_writable("--json", pipe)
-    write_whole(pipe, "content")
+    write_output(pipe, "content")
     assert os.read(reader, 100) == b"content" and pipe.is_fifo()
     os.close(reader)
 
@@ -125,6 +125,6 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
 def test_a_file_at_a_guessable_name_beside_it_is_left_alone(tmp_path):
     mine, target = tmp_path / ".x.json.unfinished", tmp_path / "x.json"
     mine.write_text("mine")
-    write_whole(target, "new")
+    write_output(target, "new")
     assert mine.read_text() == "mine" and target.read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".x.json.unfinished", "x.json"]

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_consistency.cli.run_files import load_rows
+from rl_consistency.trainers.run_directory.step_files import load_rows
 
 
 def test_a_missing_or_empty_run_is_refused(tmp_path):

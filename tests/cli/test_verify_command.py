@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from rl_consistency.cli import verify as command
+from rl_consistency.cli.console import mutants_table
 from rl_consistency.cli.main import main
-from rl_consistency.cli.mutants import mutants_table
 from rl_consistency.cli.verify import claims_tables
 from rl_consistency.kernels.core import operand
 from rl_consistency.verify import run as verify

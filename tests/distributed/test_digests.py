@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_consistency.distributed.digests import require_same_facts
+from rl_consistency.distributed.world import require_same_facts
 from rl_consistency.numerics.errors import ConsistencyError
 
 BEFORE = "before step 0"

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.distributed.gradient_norm import CHUNK, sharded_gradient_norm
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
-from rl_consistency.verify.probe import probe
 
 ALONE = World.join(torch.device("cpu"))
 

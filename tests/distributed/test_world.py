@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import CollectiveError, World, _TensorPickler
 from rl_consistency.numerics.errors import ConsistencyError
@@ -91,7 +91,7 @@ def test_only_senders_send(run_ranks, senders):
 
 
 def step_with_a_loss(world, how, over):
-    total = OrderedSum(world, LeafOrder(6))
+    total = OrderedSum(world, PartOrder(6))
     with telling(over):
         for round in total.step():
             if world.rank == 1 and round.index == 1:

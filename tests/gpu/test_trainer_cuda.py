@@ -14,12 +14,12 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.trainers import hooks
-from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
@@ -10,7 +11,6 @@ from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (1, 7, 31, 33, 130, 64)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_consistency.models import inventory
-from rl_consistency.models.known_hooks import captures_outputs
+from rl_consistency.models.hooks_and_checkpointing import captures_outputs
 from rl_consistency.models.modules import is_unobserved
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs

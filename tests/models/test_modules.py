@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models import decoder, modules
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
@@ -16,7 +17,6 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (9, 33, 21, 16)
 

@@ -112,6 +112,7 @@ print(hashlib.sha256(product.numpy().tobytes()).hexdigest(), fingerprint().diges
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs a torch built with MKL")
 def test_processes_whose_products_differ_by_the_environment_have_other_fingerprints():
     def run(branch):

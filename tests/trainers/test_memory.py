@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rl_consistency.models.patch import patch
-from rl_consistency.trainers import memory
+from rl_consistency.trainers import dry_run
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of, engine_of
-from rl_consistency.trainers.memory import extrapolated, largest_pass, memory_told
+from rl_consistency.trainers.dry_run import extrapolated, largest_pass, memory_told
 from rl_consistency.trainers.policy import load_policy
 
 GIB = 2**30
@@ -42,10 +42,10 @@ def test_no_room_for_a_part_of_a_pass_is_an_answer_with_a_remedy(tiny_run, monke
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(memory, "_peak", full)
+    monkeypatch.setattr(dry_run, "_peak", full)
     found = "a quarter of a pass over 8 sequences of 15 tokens does not fit.*lower training.micro"
     with pytest.raises(ValueError, match=found):
-        memory.activations(None, tiny_run.config())
+        dry_run.activations(None, tiny_run.config())
 
 
 def test_without_a_gpu_the_activations_are_said_to_be_missing():

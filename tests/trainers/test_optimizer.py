@@ -7,13 +7,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Replicated
 
 RATE = 1e-2
 
@@ -38,7 +38,7 @@ def give_gradients(model, step=0, scale=1.0):
 
 def optimizer_of(model, *, total_steps=10, **changes):
     section = OptimizerSection(**{"learning_rate": RATE, "max_grad_norm": None} | changes)
-    ranks = Replicated(World.join(torch.device("cpu")), LeafOrder(1), model)
+    ranks = Replicated(World.join(torch.device("cpu")), PartOrder(1), model)
     return PolicyOptimizer(ranks, section, Accelerator(cpu=True), total_steps=total_steps)
 
 

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.models.patch import patch
 from rl_consistency.trainers import policy as policy_module
-from rl_consistency.trainers.config.policy_sections import (
+from rl_consistency.trainers.config.sections import (
     HEAD_STEP,
     WIDEST_HEAD,
     BuildSection,

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from rl_consistency.trainers.config.policy_sections import PolicySection
+from rl_consistency.trainers.config.sections import PolicySection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model, load_policy
 from tests.trainers.test_policy import AUTO, BYTE, as_bytes, sizes

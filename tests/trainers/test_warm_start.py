@@ -4,17 +4,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.learning_sections import WarmStartSection
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.arithmetic import problems
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Replicated
 from rl_consistency.trainers.warm_start import warm_start
 
 TOKENIZER = byte_tokenizer()
@@ -41,7 +41,7 @@ def model():
 
 def start(model, *, seed=0, progress=None, prompts=PROMPTS, targets=TARGETS, **changes):
     section = WarmStartSection(**{"steps": 4, "batch_size": 4, "learning_rate": 3e-3} | changes)
-    ranks = Replicated(World.join(torch.device("cpu")), LeafOrder(1), model)
+    ranks = Replicated(World.join(torch.device("cpu")), PartOrder(1), model)
     return warm_start(
         prompts, targets, section, Accelerator(cpu=True), ranks, seed=seed, progress=progress
     )

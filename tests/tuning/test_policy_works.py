@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.moe.settings import num_experts
+from rl_consistency.models.families import UnsupportedModelError, num_experts
 from rl_consistency.tuning.policy_works import policy_config, policy_works
 from rl_consistency.tuning.sparse_works import sparse_layers
 from rl_consistency.verify.presets import build_preset, preset_config

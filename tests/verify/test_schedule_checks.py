@@ -6,6 +6,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from rl_consistency.cases import case as op_setup
+from rl_consistency.cases.case import TINY_SHAPES, Heads
 from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.matmul import audit, cublaslt
@@ -13,16 +15,14 @@ from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.router import schedules as router_schedules
-from rl_consistency.verify.checks import op_setup
 from rl_consistency.verify.checks import routing_schedules as routing_schedule_checks
 from rl_consistency.verify.checks import row_schedules as row_schedule_checks
 from rl_consistency.verify.checks import schedules as schedule_checks
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import schedules_alike
 from rl_consistency.verify.mutants import schedule_perturbations
 from rl_consistency.verify.substitution import substituted
-from rl_consistency.verify.sweep import QUICK
+from rl_consistency.verify.sweep import QUICK, OpSetup
 from tests.verify.test_mutants import Red, UpToTheFirst
 
 # The interpreter subtracts infinities in numpy, which warns.
@@ -126,6 +126,7 @@ def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
     return torch.randint(-4, 5, shape, generator=generator).to(dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", PRODUCTS + EXPERTS, ids=lambda c: c.__name__)
 def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
     for module in (schedule_checks, routing_schedule_checks, op_setup):
@@ -135,6 +136,7 @@ def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
     assert tally.detail == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", ROWS, ids=lambda c: c.__name__)
 def test_schedules_without_a_product_agree_in_the_interpreter(check):
     tally = judged(check)
@@ -142,6 +144,7 @@ def test_schedules_without_a_product_agree_in_the_interpreter(check):
     assert tally.detail == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", OTHERS, ids=lambda c: c.__name__)
 def test_pointer_schedules_run_in_the_interpreter(check):
     assert judged(check).cases > 2
@@ -181,6 +184,7 @@ ALONE = {
 PAIRS = schedule_perturbations._small_launchers() + schedule_perturbations._expert_launchers()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
 def test_each_wrong_launcher_is_noticed_by_itself(pair):
     with substituted(*pair):

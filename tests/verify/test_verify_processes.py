@@ -58,6 +58,7 @@ def test_processes_give_what_one_gives_in_the_same_order(monkeypatch):
     ]
 
 
+@pytest.mark.thorough
 def test_processes_end_with_the_one_that_began_them(tmp_path):
     """A pool's workers would wait for work for ever if theirs were killed."""
     program = (

@@ -9,6 +9,7 @@ import time
 from multiprocessing import active_children
 from pathlib import Path
 
+import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
@@ -24,6 +25,7 @@ OTHER_SUMS = {
 """test_ordered_sum.py has them too, for less; `verify --world --mutants` runs all."""
 
 
+@pytest.mark.thorough
 def test_mutants_turn_the_table_red():
     names = {mutant.name for mutant in WORLD_MUTANTS}
     wanted = names - OTHER_SUMS
@@ -78,6 +80,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.thorough
 def test_processes_of_a_table_end_with_the_program_that_was_killed(tmp_path):
     """They would train what is left of the table, and hold their GPUs."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}

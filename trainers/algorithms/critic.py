@@ -24,7 +24,7 @@ from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.scoring.completion_states import completion_states
+from rl_consistency.models.scoring.scored_rows import completion_states
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.checkpoint import (

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.digests import require_same_facts
-from rl_consistency.distributed.leaves import cut
+from rl_consistency.distributed.gradient_parts import cut
+from rl_consistency.distributed.world import require_same_facts
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
@@ -35,15 +35,17 @@ from rl_consistency.trainers.algorithms.experience import (
     shaped_rewards,
 )
 from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
-from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import (
+    LossConfig,
     LossOutput,
+    TokenBatch,
     mean_metrics,
     merge_outputs,
+    per_token,
     policy_loss,
     token_weights,
     with_balance,
@@ -60,7 +62,7 @@ class PolicyTrainer(ABC):
 
     A subclass says what a token's advantage is, and what else is learned from a rollout.
 
-    Several ranks take the same steps. A rank draws and learns from the samples of its own leaves;
+    Several ranks take the same steps. A rank draws and learns from the samples of its own parts;
     tokens, logprobs and losses of all samples are known to all ranks. Rewards come from rank 0.
     """
 
@@ -153,7 +155,7 @@ class PolicyTrainer(ABC):
         """The place in the training set of each sample's prompt, and the samples."""
         index, draws = self._order.batch(step - 1), list(self._order.draws(step - 1))
         n = self._sampling.n
-        # A group that a leaf's border cuts is drawn on both sides of it: the same samples.
+        # A group that a part's border cuts is drawn on both sides of it: the same samples.
         own = sorted({i // n for i in self._own})
         chosen = [index[i] for i in own]
         drawn = self._draw(self.train, chosen, self._sampling, [draws[i] for i in own])

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.digests import require_same_facts
+from rl_consistency.distributed.world import require_same_facts
 from rl_consistency.models.packing import Layout
 from rl_consistency.trainers.advantages import (
     explained_variance,

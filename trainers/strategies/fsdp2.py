@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy, required
@@ -28,7 +28,7 @@ class FSDP2(Strategy):
 
     keeps_shards = True
 
-    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
         policy.float()  # masters; what is gathered of them has the policy's dtype
         mesh = init_device_mesh(world.device.type, (world.size,))
@@ -41,7 +41,7 @@ class FSDP2(Strategy):
             fully_shard(module, mesh=mesh, mp_policy=precision)
             module.set_gradient_divide_factor(1.0)
             if self._sum is None or world.size == 1:
-                continue  # FSDP2 adds up the leaves of one rank as it finds them, in order
+                continue  # FSDP2 adds up the parts of one rank as it finds them, in order
             if ordered:
                 reduce = _OrderedReduceScatter(self._sum, f"module {index}")
                 module.set_custom_reduce_scatter(reduce)

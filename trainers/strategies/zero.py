@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy
@@ -46,7 +46,7 @@ class Zero(Strategy):
     keeps_shards = True
     stage: int
 
-    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
         self._parameters: dict[str, Any] = {
             n: p for n, p in policy.named_parameters() if p.requires_grad

@@ -41,12 +41,12 @@ from benchmarks.train.step import (
     training_suites,
 )
 from benchmarks.trl.grpo import trl_suites
+from rl_consistency.cases.case import TINY_SHAPES
 from rl_consistency.kernels.core.cache.tuned_schedules import Winner, tuned_schedules
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.tuning.products import product as product_work
 from rl_consistency.tuning.tune import TuningReport
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES
 
 CPU = torch.device("cpu")
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 17, 300) for n, k in ((48, 32), (32, 96))]

@@ -10,7 +10,7 @@ from benchmarks.rollout.workload import (
     requests,
     tokens_attended,
 )
-from rl_consistency.models.moe.settings import num_experts
+from rl_consistency.models.families import num_experts
 from rl_consistency.verify.presets import build_preset, preset_config
 
 GRPO = Workload(groups=32, group_size=8, prompt_len=512, longest=1024)

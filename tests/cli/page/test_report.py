@@ -12,11 +12,11 @@ import torch
 
 from rl_consistency.cli.page.panels import EXPERTS, SECTIONS, WORST
 from rl_consistency.cli.page.plots import save_picture
-from rl_consistency.cli.page.report import _worst_tokens, render
+from rl_consistency.cli.report import _worst_tokens, render
+from rl_consistency.numerics.files import seal
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
-from rl_consistency.trainers.run_directory.sealed_json import seal
 
 
 def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
@@ -22,7 +23,6 @@ from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, leaf_gradients, rows_alike
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

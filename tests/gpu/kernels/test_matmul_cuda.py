@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.matmul import audit, cublaslt
@@ -14,7 +15,6 @@ from rl_consistency.kernels.matmul.schedules import CANDIDATES, DECODE, POINTER,
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cuda, library
 from rl_consistency.kernels.experts.library import (
@@ -24,7 +25,6 @@ from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.cache import tuned_schedules
 from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner, forget_picks
@@ -20,7 +21,6 @@ from rl_consistency.kernels.experts.winner_audit import pairs_of
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.kernels.router.op import route
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

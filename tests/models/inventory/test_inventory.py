@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3 import modeling_qwen3
 
-from rl_consistency.models import audit, families
+from rl_consistency.models import coverage, families
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
@@ -326,7 +326,7 @@ def test_without_the_inventory_the_number_is_wrong(name, model, undo, monkeypatc
     change(model, undo)
     right = stock_scores(model)
     monkeypatch.setattr(families, "check_code", lambda config: None)
-    for place in (audit, patching):
+    for place in (coverage, patching):
         monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
     with patch(model):
         assert (scores(model) - right).abs().max() > 1e-3

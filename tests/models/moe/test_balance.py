@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models import decoder
 from rl_consistency.models.moe import balance
@@ -18,7 +19,6 @@ from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import check_gradients
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 from rl_consistency.verify.substitution import attribute
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 16, 1, 23)

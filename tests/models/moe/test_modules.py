@@ -5,18 +5,18 @@ import copy
 import pytest
 import torch
 
-import rl_consistency.models.copied_settings as copied_settings_module
+import rl_consistency.models.inventory as copied_settings_module
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.models.families import parallel_part, routing_problems
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.modules import LayerCall
-from rl_consistency.models.moe.settings import parallel_part, routing_problems
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import ROUTED, strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 SPARSE = ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 SEQUENCES = probe_tokens((9, 33, 21), 331)

@@ -10,7 +10,7 @@ from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from transformers.integrations import moe as moe_integration
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from rl_consistency.models import audit, families
+from rl_consistency.models import coverage, families
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
@@ -244,7 +244,7 @@ def test_without_the_checks_the_number_is_wrong(model, monkeypatch):
     ids = torch.arange(40).unsqueeze(0)
     relu(model, monkeypatch)
     right = model(input_ids=ids).logits
-    for place in (audit, patching):
+    for place in (coverage, patching):
         monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
     with patch(model):
         assert (model(input_ids=ids).logits - right).abs().max() > 1e-2

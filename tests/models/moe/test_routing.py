@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.routing import (
     RoutingRecord,
@@ -19,7 +20,6 @@ from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 SEQUENCES = probe_tokens((9, 33, 21), 331)
 

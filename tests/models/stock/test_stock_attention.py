@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import SequenceTables
-from rl_consistency.models.stock.attention import stock_captured_attention
+from rl_consistency.models.stock import stock_captured_attention
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 TABLES = [[1, 0, 0], [3, 5, 0], [2, 4, 4]]

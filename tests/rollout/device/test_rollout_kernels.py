@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def asked(monkeypatch):
 
 
 def engine_of(model, **settings):
-    sizes = {"num_kv_blocks": 60, "max_num_seqs": 5}
+    sizes: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 5}
     return RolloutEngine(model, eos_token_id=None, **sizes | settings)
 
 

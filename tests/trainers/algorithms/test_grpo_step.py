@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
@@ -15,7 +15,7 @@ from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.rewards.function import RewardFunction
-from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Replicated
 
 
 class RecordingHook:
@@ -66,7 +66,7 @@ def make_trainer(tiny_run):
         )
         models.append(model)
         stack.enter_context(patch(model))
-        ranks = Replicated(World.join(torch.device("cpu")), LeafOrder(1), model)
+        ranks = Replicated(World.join(torch.device("cpu")), PartOrder(1), model)
         return GRPOTrainer(
             model=model,
             tokenizer=tokenizer,

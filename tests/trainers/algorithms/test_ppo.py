@@ -6,7 +6,7 @@ from rl_consistency.trainers.algorithms import critic as critic_module
 from rl_consistency.trainers.algorithms import ppo
 from rl_consistency.trainers.losses import value_loss
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 from tests.trainers.distributed.runs import LEAVES
 
 PPO = {

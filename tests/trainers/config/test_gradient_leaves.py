@@ -2,12 +2,12 @@
 
 import pytest
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.trainers.config.recipe import dump_config, load_config
 from tests.trainers.config.test_config import DEMO, refusal
 
 
-@pytest.mark.parametrize(("text", "order"), [("4", LeafOrder(4)), ("[2, 2]", LeafOrder(2, 2))])
+@pytest.mark.parametrize(("text", "order"), [("4", PartOrder(4)), ("[2, 2]", PartOrder(2, 2))])
 def test_gradient_leaves_are_a_number_or_two(text, order, tmp_path):
     config = load_config(DEMO, [f"consistency.gradient_leaves={text}"])
     assert config.consistency.gradient_leaves == order

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run import train
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 from tests.trainers.config.test_config import RECIPES
 
 ROOT = Path(__file__).parents[3]

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from rl_consistency.trainers.config.policy_sections import BuildSection
-from rl_consistency.trainers.data.chat import require_template, templated
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.prompts import require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.rows_file import read_rows
+from rl_consistency.trainers.run_directory.step_files import read_rows
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'other' %}{{ raise_exception('no such role') }}"

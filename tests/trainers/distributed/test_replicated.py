@@ -11,8 +11,8 @@ import signal
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import CollectiveError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
-from rl_consistency.trainers.strategies import replicated
+from rl_consistency.trainers.run_directory.step_files import read_metrics
+from rl_consistency.trainers.strategies import strategy
 from rl_consistency.verify.mutants.sums import RankApart
 from rl_consistency.verify.substitution import substituted
 from tests.trainers.distributed.runs import LEAVES, digest_of, digests
@@ -92,7 +92,7 @@ def resumed(world, tree):
 
 
 def killed_in_step_3(world, tree):
-    real, steps = replicated.Replicated.accumulate, []
+    real, steps = strategy.Replicated.accumulate, []
 
     def accumulate(self, *given):
         steps.append(given)
@@ -100,7 +100,7 @@ def killed_in_step_3(world, tree):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *given)
 
-    replicated.Replicated.accumulate = accumulate
+    strategy.Replicated.accumulate = accumulate
     return digests(world, tree)
 
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.models import inventory
 from rl_consistency.models import patch as patch_module
-from rl_consistency.models.sharding import is_shard, whole_weights
+from rl_consistency.models.sharding import is_shard
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import load_policy
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import build, strategy, zero
 from rl_consistency.verify.mutants.sums import LowPrecision
 from rl_consistency.verify.world.cells import RELEASED
@@ -111,7 +112,7 @@ def parts(world, tree):
             policy.get_parameter("model.embed_tokens.weight")[7] = -0.0
         before = parameter_digest(policy)
         with patch_module.patch(policy, grad_dtype=torch.float32):
-            ranks = stage(world, LeafOrder(4), policy)
+            ranks = stage(world, PartOrder(4), policy)
             masters = ranks.masters()
             whole = parameter_digest(dict(ranks.whole(ranks.pieces(masters))))
             kept = sum(map(len, masters.values())) / sum(ranks.numels.values())

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
+from rl_consistency.trainers.losses import LossConfig, TokenBatch, per_token
 
 
 def fields_of(lengths, ids, **changes):

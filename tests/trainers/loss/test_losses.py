@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.losses import (
+    LossConfig,
+    TokenBatch,
     mean_metrics,
     merge_outputs,
+    per_token,
     policy_loss,
     token_weights,
     value_loss,

@@ -7,12 +7,14 @@ import torch
 
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards import compute
-from rl_consistency.trainers.rewards.built_in import arithmetic, exact_match, gsm8k
 from rl_consistency.trainers.rewards.compute import compute_rewards
 from rl_consistency.trainers.rewards.function import (
     RewardError,
     RewardFunction,
+    arithmetic,
     check_data,
+    exact_match,
+    gsm8k,
     resolve,
 )
 

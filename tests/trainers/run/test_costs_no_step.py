@@ -9,9 +9,9 @@ from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError
-from rl_consistency.trainers.rewards.no_signal import NoSignal
+from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 from rl_consistency.trainers.tracking.console import ConsoleTable
 
 DRAWING = """

@@ -9,7 +9,6 @@ import yaml
 from rl_consistency.cli.main import main
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
-from rl_consistency.trainers import memory
 from rl_consistency.trainers.dry_run import reduced
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.rewards.function import RewardError
@@ -79,7 +78,7 @@ def test_on_a_gpu_short_passes_tell_what_the_longest_need(tiny_run, monkeypatch,
         passes.append(sum(map(len, sequences)))
         return token_logprobs(model, sequences, **given)
 
-    monkeypatch.setattr(memory, "token_logprobs", scored)
+    monkeypatch.setattr(dry_run_module, "token_logprobs", scored)
     monkeypatch.setattr(dry_run_module, "available_bytes", lambda device: 2**20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -87,7 +86,7 @@ def test_on_a_gpu_short_passes_tell_what_the_longest_need(tiny_run, monkeypatch,
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
     config = tiny_run.config(**{"training.micro_batch_size": 4} | changes)
     train(config, dry_run=True, announce=told.append)
-    size, length = memory.largest_pass(config)
+    size, length = dry_run_module.largest_pass(config)
     leaves = config.consistency.gradient_leaves.count
     assert passes == [size * 2] * 2 * leaves + [size * 3] * 2 * leaves
     tokens = size * length

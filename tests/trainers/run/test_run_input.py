@@ -6,7 +6,7 @@ import pytest
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers import run
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from rl_consistency.cli.page.report import render
+from rl_consistency.cli.report import render
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.algorithms.experience import samples_of
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
-from rl_consistency.trainers.rewards.no_signal import NoSignal
-from rl_consistency.trainers.run_directory.rows_file import read_rows
+from rl_consistency.trainers.run import NoSignal
+from rl_consistency.trainers.run_directory.step_files import read_rows
 from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_consistency.files.unfinished import remove_leftovers, write_whole
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.files import remove_leftovers, seal, unseal, write_whole
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory import checkpoint
@@ -29,7 +29,6 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
 
 
 def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):

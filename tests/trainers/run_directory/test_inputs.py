@@ -8,10 +8,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rl_consistency.trainers import run
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.run_directory import rows_file, step_files
+from rl_consistency.trainers.run_directory import step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
@@ -196,7 +196,7 @@ def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given,
     stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
-    for module in (rows_file, step_files):
+    for module in (step_files,):
         cut = lambda path, state: path.read_bytes()[: state["bytes"]]  # noqa: E731
         monkeypatch.setattr(module, "kept_rows", cut)
     summary, rows = tiny_run(**given, resume=True)

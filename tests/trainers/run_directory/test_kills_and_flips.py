@@ -18,10 +18,10 @@ from itertools import count
 
 import pytest
 
+from rl_consistency.numerics.files import unseal
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
-from rl_consistency.trainers.run_directory.sealed_json import unseal
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 SEED = 20
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")

@@ -13,7 +13,7 @@ import pytest
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError, locked
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 
 SAVING = {"training.steps": 3, "training.save_every": 1}
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from rl_consistency.trainers.run_directory import metrics_file, rows_file
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
+from rl_consistency.trainers.run_directory import step_files
+from rl_consistency.trainers.run_directory.step_files import MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.summary import summary_of
 
 STEP = {
@@ -170,7 +170,7 @@ def test_what_is_no_metric_is_named_with_file_and_line(tmp_path, name, value):
 
 def test_without_the_check_a_metric_that_is_no_float_ends_the_summary(tmp_path, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(metrics_file, "_check", lambda metrics: None)
+    monkeypatch.setattr(step_files, "_check_metrics", lambda metrics: None)
     (tmp_path / "m.jsonl").write_text(f'{{"step": 1, "reward/mean": {10**400}}}\n')
     with pytest.raises(OverflowError):
         summary_of(read_metrics(tmp_path / "m.jsonl"), {})
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rows_file.os, "fsync", full)
+        patch.setattr(step_files.os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
             tracker.log(2, STEP)
     assert steps_of(tmp_path / "m.jsonl") == [1]
@@ -205,7 +205,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 def test_lines_survive_kill_9(tmp_path):
     program = (
         "import os, sys\n"
-        "from rl_consistency.trainers.run_directory.metrics_file import MetricsFile\n"
+        "from rl_consistency.trainers.run_directory.step_files import MetricsFile\n"
         "tracker = MetricsFile(sys.argv[1])\n"
         "for step in range(1, 4):\n"
         "    tracker.log(step, {'loss': 0.5})\n"

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from rl_consistency.files.unfinished import remove_leftovers
+from rl_consistency.numerics.files import remove_leftovers
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory import directory as directory_module

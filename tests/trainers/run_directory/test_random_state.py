@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
+from rl_consistency.trainers.run_directory.checkpoint import capture, restore, seeded
 
 
 def draws():

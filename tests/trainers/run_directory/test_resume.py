@@ -15,7 +15,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
+from rl_consistency.trainers.run_directory.step_files import MetricsFile, read_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -211,7 +211,7 @@ import os, signal, sys
 from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 
 log, save_file, saved = MetricsFile.log, checkpoint.save_file, []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.files import unfinished
+from rl_consistency.numerics import files
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory import checkpoint, inputs
@@ -95,7 +95,7 @@ def left_by_a_kill(tiny_run, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(unfinished.shutil, "rmtree", killed)
+        patched.setattr(files.shutil, "rmtree", killed)
         tiny_run(**changes)
     directory = tiny_run.directory / "run"
     before = list(directory.rglob(".rl_consistency-*"))

@@ -9,10 +9,10 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.launch import check_launch
-from rl_consistency.trainers.strategies.launcher_settings import (
+from rl_consistency.trainers.launch import (
     DEEPSPEED,
     FSDP,
+    check_launch,
     engines_off,
     is_on,
     strategy_of,
