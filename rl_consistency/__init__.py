@@ -17,7 +17,7 @@ _EXPORTS = {
     "Completion": "rl_consistency.rollout.completion",
     "FailedRequestsError": "rl_consistency.rollout.completion",
     "RolloutEngine": "rl_consistency.rollout.engine",
-    "RolloutStatistics": "rl_consistency.rollout.statistics",
+    "RolloutStatistics": "rl_consistency.rollout.scheduler",
     "model_digest": "rl_consistency.rollout.weights",
     "progress_bar": "rl_consistency.rollout.progress",
     "SamplingParams": "rl_consistency.rollout.sampling_params",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from rl_consistency.rollout.engine import RolloutEngine
     from rl_consistency.rollout.progress import progress_bar
     from rl_consistency.rollout.sampling_params import SamplingParams
-    from rl_consistency.rollout.statistics import RolloutStatistics
+    from rl_consistency.rollout.scheduler import RolloutStatistics
     from rl_consistency.rollout.weights import model_digest
     from rl_consistency.tuning.tune import tune
 

@@ -14,8 +14,7 @@ from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.drafter import Drafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.stop_strings import Detokenizer, StopStrings
+from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence, StopStrings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from rl_consistency.models.forward import paged_hidden_states
 from rl_consistency.models.graph_cache import borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedCall
-from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall
+from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall, RaggedCall
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk

@@ -12,7 +12,7 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs
-from rl_consistency.rollout.device.kv_cache import GPU_CACHE_SHARE
+from rl_consistency.rollout.block_manager import GPU_CACHE_SHARE
 from rl_consistency.rollout.device.sampler import inverse_cdf
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams

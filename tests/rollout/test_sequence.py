@@ -10,8 +10,7 @@ import pytest
 
 import rl_consistency.rollout
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.stop_strings import StopStrings
+from rl_consistency.rollout.sequence import RolloutSequence, StopStrings
 
 
 def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) -> RolloutSequence:

@@ -23,10 +23,9 @@ from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.graph_cache import Captured, GraphCache
 from rl_consistency.numerics.strict import current, is_canonical
-from rl_consistency.rollout.device.device_state import DeviceState
-from rl_consistency.rollout.device.kv_cache import KVCache
+from rl_consistency.rollout.block_manager import KVCache
+from rl_consistency.rollout.device.device_state import DeviceState, StagedFields
 from rl_consistency.rollout.device.shared_prefixes import most_runs
-from rl_consistency.rollout.device.staging import StagedFields
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.scheduler import ScheduledChunk
 

@@ -26,7 +26,7 @@ from rl_consistency.rollout.device.decode_graphs import (
     width_for,
 )
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedShape
+from rl_consistency.rollout.device.ragged_graphs import RaggedShape
 from rl_consistency.rollout.progress import compile_line
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence

@@ -28,9 +28,9 @@ from rl_consistency.rollout.device.decode_graphs import (
     context_bound,
     width_for,
 )
+from rl_consistency.rollout.device.device_state import StagedFields, to_device, to_host
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.shared_prefixes import most_runs
-from rl_consistency.rollout.device.staging import StagedFields, to_device, to_host
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence

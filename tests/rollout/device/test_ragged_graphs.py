@@ -20,11 +20,11 @@ from rl_consistency.models.graph_cache import FINE_ROWS, borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedCall
 from rl_consistency.rollout.device.ragged_graphs import (
     CAPTURED_AT,
     PaddedCall,
     PaddedShape,
+    RaggedCall,
     RaggedGraphs,
     buckets_up_to,
     most_rows,
