@@ -114,7 +114,7 @@ WRITERS = {
     **dict.fromkeys(("alone", "num_void"), "scheduler"),
     **dict.fromkeys(("block_table", "num_published_blocks"), "block_manager"),
     "num_borrowed_blocks": "block_manager",
-    "submitted_at": "step_loop",
+    "submitted_at": "engine",
 }
 
 

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import Attend, InterruptedAttention
-from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.layout import Attend, CapturedPagedAttention, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.graph_cache import (
@@ -218,7 +217,7 @@ class PaddedCall:
             "kept_in": state.dummy_slot,
         }
         self._layout = partial(
-            InterruptedAttention.of,
+            CapturedPagedAttention.interrupted,
             used=self._inputs["used"],
             slot_mapping=self.places,
             key_cache=cache.keys,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
+from rl_consistency.kernels.attention.layout import SHARED_BLOCK
 from rl_consistency.kernels.core.compile_ahead import compile_ahead, use_workers
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.device import ragged_graphs

@@ -11,16 +11,16 @@ from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
 from rl_consistency.kernels.core import remembered_launch
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.core.compile_ahead import (
     compile_ahead,
     compiles_only,
     require_launches,
     use_workers,
 )
+from rl_consistency.kernels.core.findings import Findings, Winner
 from rl_consistency.kernels.core.remembered_launch import launch_key, remembered
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.matmul.cublaslt import Key
 
 BF16 = torch.bfloat16
 
@@ -204,31 +204,30 @@ def test_a_pass_that_computes_nothing_asks_no_library_and_counts_nothing(device,
     monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda *sizes: True)
     monkeypatch.setattr(cublaslt, "_as_certified", lambda matrix: True)
-    monkeypatch.setattr(cublaslt, "_admitted", lambda *_: pytest.fail("a certificate was made"))
-    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
+    monkeypatch.setattr(cublaslt, "certified", lambda *_: pytest.fail("a certificate was made"))
     a, calls = torch.zeros(100, 64, dtype=BF16), audit._counts.calls
     assert ahead(lambda: cublaslt.product(a, a, None, "nt", BF16)) is None
     out = torch.zeros(64, 64)
-    assert not ahead(lambda: cublaslt.outer_from_zero(a, a, out, lambda: None))
-    assert not ahead(audit.due) and audit._counts.calls == calls
-    assert audit.due()
+    assert not ahead(lambda: cublaslt.outer_from_zero(a, a, out))
+    assert audit._counts.calls == calls
 
 
-def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path):
+def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path, monkeypatch):
     """The mutant: a product that did not ask would make a certificate of nothing."""
-    compared = []
-    compare = lambda key, m: compared.append(m) or 0  # noqa: E731
-    held = Certificates(tmp_path / "file.json", {"device": "none"}, compare)
-    schedules = TunedSchedules(None, {})
+    held = Findings(tmp_path / "file.json", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda device, key: True)
+    monkeypatch.setattr(cublaslt, "compare", lambda *_: pytest.fail("compared"))
     for what in (
-        lambda: held.admitted(KEY, 100),
-        lambda: held.strike(KEY, "bytes differed"),
-        lambda: schedules.strike("work", "schedule", "bytes differed"),
-        lambda: schedules.keep("work", Winner("schedule", 1.0, 1.0)),
+        lambda: cublaslt.certified(torch.device("cpu"), KEY, 100),
+        lambda: held.certify(KEY.name, 0, [100]),
+        lambda: held.withdraw(KEY.name, "bytes differed"),
+        audit.due,
+        lambda: held.keep("work", Winner("schedule", 1.0, 1.0)),
     ):
         with pytest.raises(RuntimeError, match="nothing is computed"):
             compile_ahead([what])
-    assert not compared and not list(tmp_path.iterdir()) and not schedules.winners
+    assert not list(tmp_path.iterdir()) and not held.winners
     require_launches("outside")
 
 

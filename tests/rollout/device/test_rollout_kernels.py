@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rl_consistency.kernels.attention import forward_plan, schedules
-from rl_consistency.kernels.attention.forward_plan import plan_forward
-from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
+from rl_consistency.kernels.attention import schedules
+from rl_consistency.kernels.attention.layout import SHARED_BLOCK, PagedAttention
+from rl_consistency.kernels.attention.schedules import plan_forward
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
-from rl_consistency.kernels.matmul.schedules import pick, prefers_library
+from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
@@ -54,7 +53,6 @@ def weights_of(name):
 def picks(rows, shapes):
     """What the rules pick for so many rows."""
     found = {(n, k, pick(rows, n, k, BF16, "nt", True)) for n, k in shapes}
-    found |= {(n, k, prefers_library(rows, n, k, BF16, "nt")) for n, k in shapes}
     return found | {pick_qkv(rows, BF16), pick_gate_up(rows, 8960, BF16, True)}
 
 
@@ -85,10 +83,9 @@ SIZES = [(40, 600, 512), (256, 8192, 4096), (64, 2048, 40960)]
 @pytest.fixture
 def hopper(monkeypatch):
     """An H200, by what it says of itself."""
-    monkeypatch.setattr(forward_plan, "sm_count", lambda device: 132)
-    for module in (forward_plan, schedules):
-        for name in ("has_tma", "has_wgmma"):
-            monkeypatch.setattr(module, name, lambda device: True, raising=False)
+    monkeypatch.setattr(schedules, "sm_count", lambda device: 132)
+    for name in ("has_tma", "has_wgmma"):
+        monkeypatch.setattr(schedules, name, lambda device: True)
 
 
 def bounds_of(sequences, tokens, longest):
