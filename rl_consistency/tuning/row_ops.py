@@ -18,12 +18,12 @@ from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary
 from rl_consistency.kernels.sampling.statistics_triton import vocabulary_combine
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
-from rl_consistency.kernels.token_logprobs.backward_triton import (
+from rl_consistency.kernels.token_logprobs.head_triton import (
     token_gradient,
     token_gradient_table,
+    token_statistics,
 )
-from rl_consistency.kernels.token_logprobs.forward_triton import token_statistics
-from rl_consistency.kernels.token_logprobs.targets import IGNORED
+from rl_consistency.kernels.token_logprobs.lm_head import IGNORED
 from rl_consistency.tuning.products import drawn, least_seconds
 from rl_consistency.tuning.work import Work
 

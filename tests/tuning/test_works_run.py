@@ -18,9 +18,9 @@ from rl_consistency.kernels.matmul.schedules import prefers_library
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
-from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
+from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
-from rl_consistency.kernels.token_logprobs.plan import choose_plan
+from rl_consistency.kernels.token_logprobs.cuda import choose_plan
 from rl_consistency.tuning.expert_products import expert_fold, expert_product, one_row
 from rl_consistency.tuning.products import fold, fused_gate_up, fused_qkv, product
 from rl_consistency.tuning.row_ops import (

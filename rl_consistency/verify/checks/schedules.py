@@ -37,8 +37,7 @@ from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
-from rl_consistency.kernels.token_logprobs import backward_triton as token_gradient_triton
-from rl_consistency.kernels.token_logprobs import forward_triton as token_logprobs_triton
+from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.verify.checks.attention import (
@@ -164,15 +163,15 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     partials = schedules_alike(tally, "rows", statistics.ROW_SCHEDULES, from_logits)
     drawn = partial(probe, (len(hidden),), torch.float32, device=setup.device)
     top, log_normalizer, entropy = statistics.vocabulary_combine(partials)
-    table = token_gradient_triton.token_gradient_table(
+    table = token_logprobs_triton.token_gradient_table(
         temperature, top, log_normalizer, entropy, drawn(seed=1), drawn(seed=2), targets, IGNORED
     )
     expected = torch.empty_like(logits, dtype=setup.dtype)
-    token_gradient_triton.token_row_gradient(logits, table, expected, False)
+    token_logprobs_triton.token_row_gradient(logits, table, expected, False)
 
     def gradient(schedule: str) -> Tensor:
         dlogits = torch.empty_like(expected)
-        token_gradient_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
+        token_logprobs_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
         return dlogits
 
     if setup.dtype == torch.float32:

@@ -20,13 +20,12 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_row_statistics,
     vocabulary_shifted,
 )
-from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
-from rl_consistency.kernels.token_logprobs.backward_triton import (
+from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
+from rl_consistency.kernels.token_logprobs.cuda import choose_plan
+from rl_consistency.kernels.token_logprobs.head_triton import (
     token_gradient,
     token_gradient_table,
     token_row_gradient,
-)
-from rl_consistency.kernels.token_logprobs.forward_triton import (
     token_statistics,
     token_target_logits,
 )
@@ -37,7 +36,6 @@ from rl_consistency.kernels.token_logprobs.op import (
     token_logprobs_reference,
     triton_token_logprobs,
 )
-from rl_consistency.kernels.token_logprobs.plan import choose_plan
 from rl_consistency.kernels.token_logprobs.schedules import (
     GRADIENT_SCHEDULES,
     STATISTICS_SCHEDULES,
@@ -365,7 +363,7 @@ def test_kept_logits_change_no_byte_and_no_peak(dtype, monkeypatch):
     found, peaks = [], []
     # The first round certifies products, which takes memory of its own.
     for kept_width in (2 * width, width) * 2:
-        monkeypatch.setattr(token_logprobs_plan, "KEPT_WIDTH", kept_width)
+        monkeypatch.setattr(token_logprobs_cuda, "KEPT_WIDTH", kept_width)
         gc.collect()  # what the round before left in cycles would be freed in the middle of this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

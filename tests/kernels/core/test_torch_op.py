@@ -22,7 +22,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
 )
-from rl_consistency.kernels.token_logprobs.backward_triton import token_gradient_table
+from rl_consistency.kernels.token_logprobs.head_triton import token_gradient_table
 from rl_consistency.kernels.token_logprobs.op import IGNORED
 from rl_consistency.kernels.token_logprobs.schedules import pick
 
