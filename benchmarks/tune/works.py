@@ -18,7 +18,7 @@ from rl_consistency.kernels.gradient_fold import rows_triton as fold_rows
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary
 from rl_consistency.kernels.token_logprobs import head_triton as logprobs_head
 from rl_consistency.kernels.token_logprobs import schedules as logprobs

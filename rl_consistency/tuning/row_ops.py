@@ -13,8 +13,7 @@ from rl_consistency.kernels.core.cache.tuned_schedules import schedule_name
 from rl_consistency.kernels.glu import activation_triton as glu
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary
 from rl_consistency.kernels.sampling.statistics_triton import vocabulary_combine
 from rl_consistency.kernels.token_logprobs import schedules as logprobs

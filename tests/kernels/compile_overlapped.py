@@ -21,7 +21,7 @@ from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_f
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import DECODE
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd
 from rl_consistency.kernels.router.choice_triton import choose_fwd
 from tests.kernels.attention.compile_for_sm90 import compile_only
 

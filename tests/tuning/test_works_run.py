@@ -15,8 +15,7 @@ from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_oute
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules

@@ -17,8 +17,7 @@ from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton

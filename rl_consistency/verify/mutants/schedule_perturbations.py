@@ -27,8 +27,7 @@ from rl_consistency.kernels.linear import few_rows_triton as linear_triton
 from rl_consistency.kernels.linear import schedules as few_rows_schedules
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 from rl_consistency.kernels.router import choice_triton as router_triton
 from rl_consistency.kernels.router import schedules as router_schedules

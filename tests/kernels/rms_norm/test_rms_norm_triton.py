@@ -6,10 +6,12 @@ import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm import backward_triton
-from rl_consistency.kernels.rms_norm.backward_triton import fits, rms_norm_bwd, rms_norm_bwd_op
-from rl_consistency.kernels.rms_norm.forward_triton import (
+from rl_consistency.kernels.rms_norm import norm_triton
+from rl_consistency.kernels.rms_norm.norm_triton import (
     Rows,
+    fits,
+    rms_norm_bwd,
+    rms_norm_bwd_op,
     rms_norm_fwd,
     rms_norm_fwd_op,
     rows_of,
@@ -162,7 +164,7 @@ def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
 def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     taken = []
     kernel = {(i,): lambda *operands, **options: taken.append(options) for i in range(99)}
-    monkeypatch.setattr(backward_triton, "_narrow_kernel", kernel)
+    monkeypatch.setattr(norm_triton, "_narrow_kernel", kernel)
 
     def takes(x, heads, *schedule):
         taken.clear()
