@@ -35,7 +35,7 @@ from benchmarks.train.step import (
     training_suites,
 )
 from benchmarks.trl.grpo import trl_suites
-from benchmarks.tune.harness import tune, write_table
+from benchmarks.tune.harness import tune, write_shipped
 from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
 from benchmarks.tune.winners import own_winners
 from benchmarks.tune.works import OPS
@@ -206,7 +206,8 @@ def _tune(args: argparse.Namespace) -> int:
     if args.write:
         # The file may hold random shapes too.
         of_table = {work.key: rows[work.key] for work in works}
-        write_table(of_table, f"device {torch.cuda.get_device_name()}, torch {torch.__version__}")
+        names = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        write_shipped(of_table, names)
     return _refusals(rows)
 
 

@@ -13,12 +13,12 @@ from benchmarks.peers import peer
 from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from benchmarks.tune.winners import own_winners
-from rl_consistency.kernels.core.cache.tuned_schedules import rows_bucket
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.findings import rows_bucket
 from rl_consistency.kernels.gradient_fold.op import fold_outer
-from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.kernels.matmul.cublaslt import LIBRARY_ROWS, certified_to_the_row
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
-from rl_consistency.kernels.matmul.schedules import pick, prefers_library
+from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning import products
@@ -60,7 +60,7 @@ def product(
     fields = bench.measure(race)
     sizes = m, n, k, torch.bfloat16, layout
     schedule = pick(*sizes, has_tma(bench.device), device=bench.device).name
-    if prefers_library(*sizes, device=bench.device):
+    if m >= LIBRARY_ROWS:
         schedule = f"library where certified, else {schedule}"
     return fields | {"schedule": schedule}
 
@@ -78,8 +78,8 @@ def tuned_product(
     with own_winners(bench.device) as store:
         with numeric_settings(), torch.no_grad():
             report = tune_works([work], bench, store, clock=lambda: 0.0)
-        if report.struck:
-            raise ConsistencyError(f"candidates gave other bytes: {report.struck}")
+        if report.withdrawn:
+            raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
         return product(layout, bench, m, n, k, graph_rows)
 
 

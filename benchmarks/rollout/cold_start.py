@@ -25,7 +25,7 @@ from benchmarks.models import build_model
 from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Machine
 from rl_consistency.kernels.core import compile_ahead
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import cublaslt
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout import weights

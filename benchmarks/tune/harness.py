@@ -1,11 +1,12 @@
 """Times the schedules of an op (cold caches, medians); refuses one that gives other bytes.
 
-`write_table` writes the winners of matmul into kernels/matmul/table.py.
+`write_shipped` writes the winners of matmul into the findings that are shipped.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -13,15 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.timing import ROUNDS, Rounds
+from rl_consistency.kernels.core.findings import SHIPPED
+from rl_consistency.kernels.matmul.schedules import product_work
 from rl_consistency.numerics.files import write_output
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.stopwatch import Bench, interleaved
 from rl_consistency.tuning.work import Work, compare
-
-TABLE = Path(__file__).resolve().parents[2] / "kernels" / "matmul" / "table.py"
-LIBRARY_MARGIN = 0.98
-"""The library is preferred where it takes less than this share of the best schedule's time."""
 
 
 def tune(
@@ -60,7 +61,7 @@ def measured(work: Work, bench: Bench, rounds: Rounds = ROUNDS) -> dict[str, Any
     calls = {name: [partial(call, *each) for each in sets] for name, call in found.equal.items()}
     samples = interleaved(bench.timers(calls), **asdict(rounds))
     us = {name: 1e6 * median(seconds) for name, seconds in samples.items()}
-    measured = {"us": us, "differing": found.differing, "refused": list(found.struck)}
+    measured = {"us": us, "differing": found.differing, "refused": list(found.withdrawn)}
     return {"op": work.op, "shape": dict(work.shape), "picked": work.picked} | measured
 
 
@@ -70,23 +71,18 @@ def winner(row: Mapping[str, Any]) -> str:
     return min(ours, key=lambda name: ours[name])
 
 
-def write_table(rows: Mapping[str, Any], where: str, file: Path = TABLE) -> None:
-    """Write kernels/matmul/table.py; `where` names device and versions."""
-    entries = []
+def write_shipped(
+    rows: Mapping[str, Any], identity: Mapping[str, str], file: Path = SHIPPED
+) -> None:
+    """Write the winners into the shipped findings, whose certificates and withdrawals stay."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    winners = {}
     for row in rows.values():
         if row["op"] == "matmul":
-            name = winner(row)
-            faster = row["us"]["cublaslt"] < row["us"][name] * LIBRARY_MARGIN
-            library = faster and row["differing"]["cublaslt"] == 0
-            entries.append((*(row["shape"][size] for size in ("layout", *"mnk")), name, library))
-    lines = [
-        '"""Measured winners of the matmul order\'s schedules; written by',
-        "`python -m benchmarks tune matmul --write`.",
-        "",
-        "Rows: (layout, rows, n, k, schedule, whether the vendor library was faster still).",
-        f'Measured on: {where}.\n"""\n',
-        "MEASURED: tuple[tuple[str, int, int, int, str, bool], ...] = (",
-    ]
-    for layout, m, n, k, name, library in sorted(entries):
-        lines.append(f'    ("{layout}", {m}, {n}, {k}, "{name}", {library}),')
-    file.write_text("\n".join([*lines, ")"]) + "\n", encoding="utf-8")
+            sizes = (row["shape"][size] for size in ("m", "n", "k"))
+            bf16 = torch.bfloat16
+            work = product_work(row["shape"]["layout"], bf16, bf16, True, *sizes)
+            winners[work] = {"schedule": winner(row)}
+    content |= {"identity": dict(identity), "winners": dict(sorted(winners.items()))}
+    text = json.dumps(content, indent=1)
+    file.write_text(re.sub(r"\{\s+(\"schedule\": .*)\s+\}", r"{\1}", text) + "\n", encoding="utf-8")

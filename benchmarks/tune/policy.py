@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.models import model_config
 from benchmarks.timing import Machine
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = re.compile(r"(\d+) of (\d+) works, \d+ of them known, (\d+) with a faster schedule")

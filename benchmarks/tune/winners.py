@@ -8,16 +8,16 @@ from unittest.mock import patch as attribute
 
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core import findings
+from rl_consistency.kernels.core.findings import Findings
 
 
 @contextmanager
-def own_winners(device: torch.device) -> Iterator[TunedSchedules]:
+def own_winners(device: torch.device) -> Iterator[Findings]:
     """Inside the block the device has the winners of an empty store in memory, and those kept in
     it; the user's come back behind it."""
-    store = TunedSchedules(None, {})
-    with attribute.dict(tuned_schedules._by_device, {device: store}):
-        tuned_schedules.forget_picks()
+    store = Findings(None, {})
+    with attribute.dict(findings._by_device, {device: store}):
+        findings.forget_picks()
         yield store
-    tuned_schedules.forget_picks()
+    findings.forget_picks()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.ops.elementwise import token_ids
 from benchmarks.shapes import FOLDS, ROWS, VOCABULARY, WEIGHTS
-from rl_consistency.kernels.core.cache.tuned_schedules import schedule_name
+from rl_consistency.kernels.core.findings import schedule_name
 from rl_consistency.kernels.gradient_fold import rows_triton as fold_rows
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.matmul.op import matmul_nt

@@ -160,7 +160,7 @@ def test_random_shapes_of_the_same_file_are_not_written_into_the_table(monkeypat
 
     monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
     monkeypatch.setattr(command, "tune", tune)
-    monkeypatch.setattr(command, "write_table", lambda rows, where: written.extend(rows))
+    monkeypatch.setattr(command, "write_shipped", lambda rows, where: written.extend(rows))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
     assert command.main(["tune", "matmul", "--write"]) == 0
     assert len(written) == len(list(OPS["matmul"](torch.device("cpu"))))

@@ -8,7 +8,8 @@ import torch
 
 from rl_consistency.cases.case import TINY_SHAPES
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.numerics.settings import numeric_settings
@@ -65,9 +66,9 @@ def test_controls_are_green_without_a_mutant():
 def test_products_of_the_library_are_audited_and_another_order_is_found(
     dtype, monkeypatch, tmp_path
 ):
-    # No certificate of this machine is read, none is struck on it.
+    # No certificate of this machine is read, none is withdrawn on it.
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
     shapes = replace(TINY_SHAPES, linear=((1024, 1024),))

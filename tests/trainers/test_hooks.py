@@ -346,8 +346,8 @@ def on_a_gpu(make_hook, monkeypatch):
 
 def reported(monkeypatch, differing, *, found):
     """What the audit says from here on."""
-    struck = ["nt/bf16/plain/n64/k64/m64"] if differing else []
-    report = AuditReport(calls=514, audited=2, differing=differing, found=found, struck=struck)
+    names = ["nt/bf16/plain/n64/k64/m64"] if differing else []
+    report = AuditReport(calls=514, audited=2, differing=differing, found=found, withdrawn=names)
     monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
 
 

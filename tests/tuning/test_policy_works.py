@@ -71,15 +71,6 @@ def test_few_rows_take_the_fused_launches(works):
     assert {s["n"] for s in shapes(works, "gate_up")} == {12288}
 
 
-def test_the_library_meets_the_schedules_where_it_may_be_certified(works):
-    for work in works:
-        rows = work.shape.get("m", work.shape.get("tokens"))
-        meets = work.op in ("matmul", "fold") and rows >= 2
-        assert bool(work.library_entry) == bool(work.others) == meets, work.key
-    fp32 = policy_works(preset_config("tiny-qwen3"), torch.float32, CPU, 64)
-    assert fp32 and not any(work.others or work.library_entry for work in fp32)
-
-
 def test_a_training_batch_rounds_up_to_its_bucket():
     works = policy_works(preset_config("tiny-qwen3"), BF16, CPU, 100)
     assert max(s["m"] for s in shapes(works, "matmul", layout="nt")) == 128

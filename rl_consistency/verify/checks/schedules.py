@@ -70,7 +70,7 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
             for layout, b, added in (("nt", weight, bias), ("nn", weight.t().contiguous(), None)):
                 name = f"{inner} x {columns} {layout}"
                 by_the_library += _compare_product(tally, setup, name, x, b, added, layout)
-                # A reading strikes all that was sampled since the one before: this product alone.
+                # A reading withdraws all that was sampled since the one before: this product alone.
                 audit.schedule_audit()
     report = audit.schedule_audit()
     audited = report.audited - before.audited
@@ -79,7 +79,7 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
         # Where no certificate was given, as for fp32, the library has no schedule.
         report.differing == 0 and (audited > 0 or not by_the_library),
         f"{report.differing} elements of {audited} audited calls, {by_the_library} products by the "
-        f"library; struck: {report.struck}",
+        f"library; withdrawn: {report.withdrawn}",
     )
 
 

@@ -42,7 +42,7 @@ from benchmarks.train.step import (
 )
 from benchmarks.trl.grpo import trl_suites
 from rl_consistency.cases.case import TINY_SHAPES
-from rl_consistency.kernels.core.cache.tuned_schedules import Winner, tuned_schedules
+from rl_consistency.kernels.core.findings import Winner, findings_of
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.tuning.products import product as product_work
@@ -271,16 +271,16 @@ def test_a_tuned_product_runs_by_the_winner_of_its_bucket_and_the_users_come_bac
         return TuningReport()
 
     monkeypatch.setattr(matmul, "tune_works", tuned)
-    users = tuned_schedules(CPU)
+    users = findings_of(CPU)
     machine = Machine()
     fields = tuned_product("nt", machine, 17, 48, 32)
     assert [found.shape["m"] for found in seen] == [32]
     assert fields["schedule"] == winner and machine.results["ours"]
-    assert tuned_schedules(CPU) is users and users.winner(work.entry) is None
+    assert findings_of(CPU) is users and users.winner(work.entry) is None
 
 
 def test_a_tuned_product_whose_candidate_gave_other_bytes_is_an_error(monkeypatch):
-    outcome = SimpleNamespace(work=SimpleNamespace(entry="matmul/x"), struck={"tile": "row 3"})
+    outcome = SimpleNamespace(work=SimpleNamespace(entry="matmul/x"), withdrawn={"tile": "row 3"})
     monkeypatch.setattr(matmul, "tune_works", lambda *_, **__: TuningReport(outcomes=[outcome]))
     with pytest.raises(ConsistencyError, match="other bytes: {'matmul/x: tile': 'row 3'}"):
         tuned_product("nt", Machine(), 17, 48, 32)

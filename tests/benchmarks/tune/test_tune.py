@@ -1,10 +1,10 @@
-"""The tune harness: candidates of other bytes are refused, winners become the matmul table."""
+"""The tune harness: candidates of other bytes are refused, winners become the shipped findings."""
 
 import json
 
 import torch
 
-from benchmarks.tune.harness import measured, tune, winner, write_table
+from benchmarks.tune.harness import measured, tune, write_shipped
 from benchmarks.tune.works import OPS
 from rl_consistency.tuning.work import Work
 
@@ -60,25 +60,27 @@ def test_what_a_file_has_is_not_measured_again(tmp_path):
     assert tune([work(operands=None)], Machine(), file) == before
 
 
-def test_the_fastest_schedule_and_a_faster_library_of_the_same_bytes_are_written(tmp_path):
-    def row(m, library_us, differing):
-        us = {"a": 10.0, "b": 8.0, "cublaslt": library_us}
-        shape = {"layout": "nt", "m": m, "n": 2, "k": 3}
+def test_the_fastest_schedules_are_written_and_what_was_withdrawn_stays(tmp_path):
+    def row(m):
         return {
             "op": "matmul",
-            "shape": shape,
-            "us": us,
-            "differing": {"cublaslt": differing},
+            "shape": {"layout": "nt", "m": m, "n": 2, "k": 3},
+            "us": {"a": 10.0, "b": 8.0, "cublaslt": 7.0},
+            "differing": {"cublaslt": 0},
             "refused": [],
         }
 
-    rows = {"1": row(1, 7.0, 0), "2": row(2, 7.0, 1), "3": row(3, 7.9, 0)}
-    assert winner(rows["1"]) == "b"
-    file = tmp_path / "table.py"
-    write_table(rows, "Test GPU", file)
-    names = {}
-    exec(file.read_text(), names)
-    assert names["MEASURED"] == tuple(("nt", m, 2, 3, "b", m == 1) for m in (1, 2, 3))
+    file = tmp_path / "shipped.json"
+    file.write_text(json.dumps({"certificates": {}, "withdrawn": {"key": "why"}}))
+    write_shipped({"1": row(1), "2": row(64)}, {"device": "Test GPU"}, file)
+    names = [f"matmul/nt/bf16/bf16/tma/n2/k3/m{m}" for m in (1, 64)]
+    assert json.loads(file.read_text()) == {
+        "identity": {"device": "Test GPU"},
+        "winners": {name: {"schedule": "b"} for name in names},
+        "certificates": {},
+        "withdrawn": {"key": "why"},
+    }
+    assert file.read_text().count('{"') == 2
 
 
 def test_every_op_names_its_schedules_once_and_one_of_them_is_picked():

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rl_consistency.kernels.core.cache import own_file
-from rl_consistency.kernels.core.cache.own_file import locked, make_own, own_text, replace_whole
+from rl_consistency.kernels.core import own_file
+from rl_consistency.kernels.core.own_file import locked, make_own, own_text, replace_whole
 
 
 def test_what_was_replaced_is_read_and_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
