@@ -153,24 +153,10 @@ def logits_bwd(
     return dlogits
 
 
-@kernel_op(fake=_choose_fake)
-def router_choice_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`choose_fwd` as a compiler sees it: one opaque call."""
-    return choose_fwd(logits, top_k, normalize)
-
-
-@kernel_op(
+router_choice_op = kernel_op(fake=_choose_fake, name="router_choice_op")(choose_fwd)
+router_logits_bwd_op = kernel_op(
     fake=lambda dweights, ids, weights, p, experts, dtype: weights.new_empty(
         (weights.shape[0], experts), dtype=dtype
-    )
-)
-def router_logits_bwd_op(
-    dweights: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    p: Tensor | None,
-    experts: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`logits_bwd` as a compiler sees it: one opaque call."""
-    return logits_bwd(dweights, ids, weights, p, experts, dtype)
+    ),
+    name="router_logits_bwd_op",
+)(logits_bwd)

@@ -176,7 +176,6 @@ ALONE = {
     "logits_bwd": routing_schedule_checks.check_router_schedules,
     "product_fwd": routing_schedule_checks.check_expert_schedules,
     "gate_up_fwd": routing_schedule_checks.check_expert_schedules,
-    "few_rows_fwd": routing_schedule_checks.check_expert_schedules,
     "combine_fwd": routing_schedule_checks.check_expert_schedules,
     "pair_bwd": routing_schedule_checks.check_expert_gradient_schedules,
     "fold_runs": routing_schedule_checks.check_expert_gradient_schedules,

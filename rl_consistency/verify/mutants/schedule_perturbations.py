@@ -14,10 +14,9 @@ from torch import Tensor
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
-from rl_consistency.kernels.experts import few_rows_triton as expert_few_rows_triton
 from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
+from rl_consistency.kernels.experts import pairs_triton as expert_pairs_triton
 from rl_consistency.kernels.experts import products_triton as expert_products_triton
-from rl_consistency.kernels.experts import rows_triton as expert_rows_triton
 from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
@@ -169,9 +168,8 @@ def _expert_launchers() -> list[Pair]:
     choose, logits_bwd = router_triton.choose_fwd, router_triton.logits_bwd
     product: Callable[..., Tensor] = expert_products_triton.product_fwd
     gated: Callable[..., Any] = expert_products_triton.gate_up_fwd
-    combine, pair_bwd = expert_rows_triton.combine_fwd, expert_rows_triton.pair_bwd
+    combine, pair_bwd = expert_pairs_triton.combine_fwd, expert_pairs_triton.pair_bwd
     fold, tables = expert_fold_triton.fold_runs, expert_schedules
-    few = expert_few_rows_triton.few_rows_fwd
     # By pointers, since halves of weights have strides.
     wide = tables.PRODUCTS[1], tables.GATE_UP[1], tables.PRODUCTS_FP32[1]
     folds = tables.FOLDS[1], tables.FOLDS_FP32[1]
@@ -202,9 +200,6 @@ def _expert_launchers() -> list[Pair]:
             total = total + combine(outputs, places[:, j : j + 1].contiguous(), own, *rest)
         return total
 
-    def few_weights_rounded(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        return few(x, ids, weights.bfloat16().float(), *rest)
-
     def sum_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         dpacked, weighted, dweights = pair_bwd(*operands)
         return dpacked, weighted, dweights.bfloat16().float()
@@ -217,7 +212,6 @@ def _expert_launchers() -> list[Pair]:
         _some_entries(logits_bwd, of_router, from_rounded_gradients),
         _some_entries(product, lambda *_: wide, split_k),
         _some_entries(gated, lambda *_: wide, silu_rounded),
-        _some_entries(few, lambda *_: tables.FEW[1:2], few_weights_rounded),
         _some_entries(combine, lambda *_: tables.COMBINE[1:2], downward),
         _some_entries(pair_bwd, lambda *_: tables.PAIR[1:2], sum_rounded),
         _some_entries(fold, lambda *_: folds, _added_up(fold)),

@@ -15,8 +15,6 @@ KERNELS = {
     "place_kernel",
     "product_kernel",
     "gate_up_kernel",
-    "few_gate_up_kernel",
-    "few_down_kernel",
     "pair_kernel",
     "combine_kernel",
     "gather_kernel",

@@ -9,12 +9,10 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
 from rl_consistency.kernels.experts import cuda
-from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
+from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op, pair_bwd
 from rl_consistency.kernels.experts.products_triton import described, gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
-from rl_consistency.kernels.experts.runs_triton import find_runs
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
     PAIR,
