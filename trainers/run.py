@@ -24,7 +24,7 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.algorithms.recipe_hook import hook_of
-from rl_consistency.trainers.algorithms.reference import Reference
+from rl_consistency.trainers.algorithms.reference import ReferencePolicy
 from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
@@ -196,9 +196,9 @@ class _Run:
             announce(told)
         self.warm_start_targets = targets_of(config, self.train_set, self.tokenizer, **limits)
         self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
-        self.reference: Reference | None = None
+        self.reference: ReferencePolicy | None = None
         if config.algorithm.kl_coefficient:
-            self.reference = Reference(self.model, world, stack)
+            self.reference = ReferencePolicy(self.model, world, stack)
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         progress.starts("patching the policy")
         session = stack.enter_context(patch(self.model, **config.training.patch))

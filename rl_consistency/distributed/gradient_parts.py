@@ -59,11 +59,6 @@ class PartOrder:
             )
         return cut(num_sequences, self.count)
 
-    def groups(self, num_sequences: int) -> list[list[range]]:
-        """The parts of each group."""
-        parts = self.parts(num_sequences)
-        return [parts[i : i + self.inner] for i in range(0, self.count, self.inner)]
-
     def micro_batches(
         self, num_sequences: int, part: int | None, micro_batch_size: int
     ) -> list[range]:
@@ -83,7 +78,7 @@ class PartOrder:
                 f"Set training.micro_batch_size to 1 to {largest}, or use fewer leaves."
             )
         own, passes = range(0) if part is None else parts[part], -(-largest // micro_batch_size)
-        return [own[part.start : part.stop] for part in cut(len(own), passes)]
+        return [own[run.start : run.stop] for run in cut(len(own), passes)]
 
     def inner_size(self, world_size: int, ranks_per_node: int) -> int:
         """Ranks that share the parts of one group; they are neighbours, inside a node if possible.

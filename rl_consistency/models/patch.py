@@ -37,10 +37,11 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import (
-    SETTINGS,
     numeric_settings,
+    read_settings,
     verify_defaults,
     verify_settings,
+    write_settings,
 )
 from rl_consistency.numerics.strict import VARIABLE, current
 
@@ -85,7 +86,7 @@ class PatchSession:
         # The last states that were found without a fault; a sharded model changes between some.
         self._sound: deque[ForwardState] = deque(maxlen=4)
         self._settings = ExitStack()
-        self._settings_found = _read_settings()
+        self._settings_found = read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
         weakref.finalize(self, self._settings.close)
 
@@ -131,16 +132,16 @@ class PatchSession:
     def stock(self) -> Iterator[nn.Module]:
         """Inside the block, the unpatched Hugging Face model: same parameters, and the numeric
         settings from before the patch. Errors are those of `restore`."""
-        nested, held = self._in_stock, _read_settings()
+        nested, held = self._in_stock, read_settings()
         swapped = self._swap_to_stock()
         self._in_stock = True
-        _write_settings(self._settings_found)
+        write_settings(self._settings_found)
         try:
             yield self.model
         finally:
             self._in_stock = nested
             if self._taken:  # else the block restored the session
-                _write_settings(held)
+                write_settings(held)
                 for taken, module in swapped:
                     if not nested and unsharded_class(type(module)) is taken.stock:
                         module.__class__ = with_base(type(module), taken.canonical)
@@ -387,15 +388,6 @@ def _shared_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
         if _is_ours(module) and seen.setdefault(module, name) != name:
             found.append((seen[module], name, module))
     return found
-
-
-def _read_settings() -> tuple[Any, ...]:
-    return tuple(setting.value() for setting in SETTINGS)
-
-
-def _write_settings(values: tuple[Any, ...]) -> None:
-    for setting, value in zip(SETTINGS, values, strict=True):
-        setting.write(value)
 
 
 def gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:

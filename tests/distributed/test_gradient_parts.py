@@ -22,11 +22,6 @@ def test_the_cut_is_the_one_of_the_order():
     assert PartOrder(2, 2).parts(9) == PartOrder(4).parts(9)
 
 
-def test_groups_hold_their_leaves_in_order():
-    assert PartOrder(2).groups(5) == [[range(0, 2), range(2, 5)]]
-    assert PartOrder(1, 2).groups(4) == [[range(0, 2)], [range(2, 4)]]
-
-
 def test_numbers_of_leaves_are_positive():
     with pytest.raises(ValueError, match="positive"):
         PartOrder(4, 0)

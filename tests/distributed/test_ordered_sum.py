@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.gradient_parts import PartOrder
-from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest

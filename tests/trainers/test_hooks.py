@@ -318,7 +318,7 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
     "file",
     [
         *("algorithms/loop", "algorithms/grpo", "algorithms/ppo", "warm_start", "optimizer"),
-        *("algorithms/experience", "losses", "batch", "advantages", "data/prompts"),
+        *("algorithms/experience", "losses", "advantages", "data/prompts"),
         *("rewards/function", "rewards/compute"),
     ],
 )

@@ -114,6 +114,7 @@ def signalled(tiny_run):
     return arguments
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_a_run_after_a_checkpoint_and_the_command_that_continues_it(
     signalled, tiny_run
 ):

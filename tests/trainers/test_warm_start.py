@@ -87,22 +87,6 @@ def test_the_order_of_the_examples_in_a_batch_does_not_enter(model):
     assert parameter_digest(model) == first
 
 
-def test_progress_is_told_of_every_step(model):
-    told = []
-    loss = start(model, progress=lambda *args: told.append(args))
-    assert [(done, total) for done, total, _ in told] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert told[-1][2] == loss and told[0][2] > loss
-
-
-def test_a_batch_larger_than_the_data_is_the_data(model):
-    fresh = snapshot(model)
-    start(model, batch_size=64)
-    first = parameter_digest(model)
-    model.load_state_dict(fresh)
-    start(model, batch_size=12)
-    assert parameter_digest(model) == first
-
-
 def test_prompts_are_not_imitated(model):
     """The loss is that of the targets alone."""
     with torch.no_grad():

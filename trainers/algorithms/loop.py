@@ -104,6 +104,7 @@ class PolicyTrainer(ABC):
         firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
+        self._micro_batch_size = config.training.micro_batch_size
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self.weights_digest = self._common_digest("before the first step")
 
@@ -269,9 +270,9 @@ class PolicyTrainer(ABC):
             passes = self.config.algorithm.epochs_per_rollout
             self.progress("training", self._trained, passes * len(self._own))
 
-        size = self.config.training.micro_batch_size
+        passes = self._passes(experience, part, keep)
         with self._timed("training"):
-            norm = self.ranks.accumulate(len(part), size, self._passes(experience, part, keep))
+            norm = self.ranks.accumulate(len(part), self._micro_batch_size, passes)
         output = merge_outputs(self.ranks.shared_tensors("losses", outputs))
         return output, self.ranks.shared_tensors("training logprobs", logprobs), norm
 
@@ -334,9 +335,8 @@ class PolicyTrainer(ABC):
         def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
             return self._loss(experience, part, scored, [part[i] for i in group]).loss
 
-        size = self.config.training.micro_batch_size
         passes = self._passes(experience, part, lambda *found: None)
-        check = partial(self.ranks.check, len(part), size, passes)
+        check = partial(self.ranks.check, len(part), self._micro_batch_size, passes)
         return GradientStep(
             sequences=[experience.sequences[i] for i in part],
             prompt_lengths=[experience.prompt_lengths[i] for i in part],
@@ -365,12 +365,13 @@ class PolicyTrainer(ABC):
 
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
-        own, size = sorted({*self._own} & {*part}), self.config.training.micro_batch_size
-        found: dict[int, Tensor] = {}
+        own = sorted({*self._own} & {*part})
         with self._timed("training"), whole_weights(self.model):
-            for start in range(0, len(own), size):
-                group = own[start : start + size]
-                found.update(zip(group, self._forward(model, experience, group).split()))
+            found = in_groups(
+                own,
+                self._micro_batch_size,
+                lambda group: self._forward(model, experience, group).split(),
+            )
         return self.ranks.shared_tensors("scored logprobs", found)
 
     @property
@@ -398,3 +399,14 @@ class PolicyTrainer(ABC):
         started = finished_seconds(self.model.device)
         yield
         self._times[name] += finished_seconds(self.model.device) - started
+
+
+def in_groups(
+    samples: Sequence[int], size: int, compute: Callable[[list[int]], Sequence[Tensor]]
+) -> dict[int, Tensor]:
+    """What `compute` gives of each of the samples, which it takes in groups of at most `size`."""
+    found: dict[int, Tensor] = {}
+    for start in range(0, len(samples), size):
+        group = list(samples[start : start + size])
+        found.update(zip(group, compute(group), strict=True))
+    return found

@@ -14,7 +14,7 @@ from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.trainers.run_directory.checkpoint import load_frozen, save_weights
 
 
-class Reference:
+class ReferencePolicy:
     """A copy of a policy that is not patched yet.
 
     `begin` or `resume` gives it the weights of a file and patches it; `stack` undoes the patch.

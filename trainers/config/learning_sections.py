@@ -18,7 +18,7 @@ from rl_consistency.trainers.config.sections import (
     CountOrZero,
     Positive,
     PositiveOrZero,
-    Section,
+    RecipeSection,
     Share,
 )
 from rl_consistency.trainers.losses import WeightKind
@@ -55,7 +55,7 @@ def _problems(value: dict[Any, Any]) -> Iterator[str]:
         yield f"missing: {', '.join(missing)}"
 
 
-class RolloutSection(Section):
+class RolloutSection(RecipeSection):
     """How completions are sampled."""
 
     prompts_per_step: Count
@@ -84,7 +84,7 @@ class RolloutSection(Section):
     """Decode and prefill through CUDA graphs on a GPU; the same bits."""
 
 
-class WarmStartSection(Section):
+class WarmStartSection(RecipeSection):
     """Supervised steps on the reference completions, before reinforcement learning."""
 
     steps: CountOrZero = 0
@@ -95,7 +95,7 @@ class WarmStartSection(Section):
     """Learning rate of these steps."""
 
 
-class PPOSection(Section):
+class PPOSection(RecipeSection):
     """What PPO has and GRPO has not."""
 
     gamma: Share = 1.0
@@ -110,7 +110,7 @@ class PPOSection(Section):
     """Learning rate of the critic; null = the policy's. Its optimizer shares the other settings."""
 
 
-class AlgorithmSection(Section):
+class AlgorithmSection(RecipeSection):
     """What is optimised."""
 
     name: Literal["grpo", "ppo"] = "grpo"
@@ -162,7 +162,7 @@ class AlgorithmSection(Section):
         return (self.ppo or PPOSection()) if self.name == "ppo" else None
 
 
-class OptimizerSection(Section):
+class OptimizerSection(RecipeSection):
     """AdamW and its learning-rate schedule."""
 
     learning_rate: Positive
@@ -184,7 +184,7 @@ class OptimizerSection(Section):
 StrategyName = Literal["replicated", "fsdp2", "zero1", "zero2", "zero3"]
 
 
-class TrainingSection(Section):
+class TrainingSection(RecipeSection):
     """The loop."""
 
     steps: Count

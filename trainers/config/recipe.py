@@ -31,9 +31,9 @@ from rl_consistency.trainers.config.sections import (
     ConsistencySection,
     DataSection,
     PolicySection,
+    RecipeSection,
     RewardSection,
     RunSection,
-    Section,
     TokenizerSection,
     TrackingSection,
 )
@@ -57,7 +57,7 @@ class ConfigError(ValueError):
     """A recipe that cannot be run; the message lists every problem and its remedy."""
 
 
-class RunConfig(Section):
+class RunConfig(RecipeSection):
     """A whole recipe."""
 
     run: RunSection

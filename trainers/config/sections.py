@@ -29,7 +29,7 @@ LARGEST = 1e30
 """The largest number of a recipe: torch computes with it, and some multiples of it, in float32."""
 
 
-class Section(BaseModel):
+class RecipeSection(BaseModel):
     """A frozen section: no unknown keys, finite numbers, a docstring under each field."""
 
     model_config = ConfigDict(
@@ -87,7 +87,7 @@ def require_one(**choices: Any) -> None:
         raise ValueError(f"exactly one of {', '.join(choices)} is needed, got {got}{remedy}")
 
 
-class RunSection(Section):
+class RunSection(RecipeSection):
     """The run as a whole."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -125,7 +125,7 @@ def _plain_parts(order: PartOrder) -> int | list[int]:
     return order.inner if order.outer == 1 else [order.inner, order.outer]
 
 
-class ConsistencySection(Section):
+class ConsistencySection(RecipeSection):
     """What is checked while training, and what happens when a check fails."""
 
     strict: bool | None = None
@@ -169,7 +169,7 @@ class ConsistencySection(Section):
         return strict(self.strict is not False, except_=self.strict_except)
 
 
-class WandbSection(Section):
+class WandbSection(RecipeSection):
     """Weights & Biases."""
 
     project: Name
@@ -180,7 +180,7 @@ class WandbSection(Section):
     """offline needs neither key nor network."""
 
 
-class TrackingSection(Section):
+class TrackingSection(RecipeSection):
     """Where metrics go, in addition to metrics.jsonl."""
 
     console: bool = True
@@ -200,7 +200,7 @@ HEAD_STEP, WIDEST_HEAD = 16, 256
 """Widths of heads that attention takes."""
 
 
-class ExpertsSection(Section):
+class ExpertsSection(RecipeSection):
     """What a mixture of experts has and a dense model has not."""
 
     count: Count
@@ -215,7 +215,7 @@ class ExpertsSection(Section):
         return self
 
 
-class BuildSection(Section):
+class BuildSection(RecipeSection):
     """A policy built from scratch; its vocabulary is the tokenizer's, padded to 16s."""
 
     architecture: Literal["qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "olmoe", "mixtral"]
@@ -267,7 +267,7 @@ class BuildSection(Section):
         return self
 
 
-class PolicySection(Section):
+class PolicySection(RecipeSection):
     """The model that is trained: exactly one of `path`, `hub` and `build`."""
 
     path: LocalPath | None = None
@@ -288,14 +288,14 @@ class PolicySection(Section):
         return self
 
 
-class TokenizerSection(Section):
+class TokenizerSection(RecipeSection):
     """How text becomes tokens."""
 
     kind: Literal["byte", "auto"]
     """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path or policy.hub."""
 
 
-class ArithmeticSection(Section):
+class ArithmeticSection(RecipeSection):
     """The generated task: chained sums, answered with the running totals."""
 
     name: Literal["arithmetic"]
@@ -317,7 +317,7 @@ class ArithmeticSection(Section):
         return self
 
 
-class DataSection(Section):
+class DataSection(RecipeSection):
     """The prompts: exactly one of `task` (generated) and `path` (JSONL)."""
 
     task: ArithmeticSection | None = None
@@ -362,7 +362,7 @@ class DataSection(Section):
 RewardSignature = Literal["ours", "trl"]
 
 
-class RewardFunctionSection(Section):
+class RewardFunctionSection(RecipeSection):
     """One term of the reward."""
 
     name: Name
@@ -375,7 +375,7 @@ class RewardFunctionSection(Section):
     data.answer_field, as TRL's trainers do (no trainer_state, no None for a score)."""
 
 
-class RewardSection(Section):
+class RewardSection(RecipeSection):
     """The reward of a completion: a weighted sum of functions."""
 
     functions: tuple[RewardFunctionSection, ...]

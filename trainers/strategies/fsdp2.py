@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy, required
+from rl_consistency.trainers.strategies.strategy import (
+    Backward,
+    Gathered,
+    Strategy,
+    trained_parameters,
+)
 
 
 class FSDP2(Strategy):
@@ -49,9 +54,7 @@ class FSDP2(Strategy):
                 module.set_force_sum_reduction_for_comms(True)
         self._forgets = ordered and world.size > 1
         self._root: FSDPModule = policy  # pyright: ignore[reportAttributeAccessIssue]
-        self._parameters: dict[str, Any] = {
-            n: p for n, p in policy.named_parameters() if p.requires_grad
-        }
+        self._parameters = trained_parameters(policy)  # which are shards from here on
 
     def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
         for round in self._sum.step() if self._sum is not None else self.rounds:
@@ -72,12 +75,8 @@ class FSDP2(Strategy):
         return masters
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: required(name, p.grad) for name, p in self._parameters.items()}
-        return {name: gradient.to_local() for name, gradient in found.items()}  # pyright: ignore
-
-    def drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        found: dict[str, Any] = super().gradients()
+        return {name: gradient.to_local() for name, gradient in found.items()}
 
     def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         def gather(name: str) -> Tensor:

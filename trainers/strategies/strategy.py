@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.gradient_parts import PartOrder, Round
-from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.parity.bytes import bits
@@ -49,9 +49,9 @@ class Strategy(ABC):
         """What forward passes call: the policy, or the outermost wrapper around it."""
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         """What forward passes compute with. Masters are fp32."""
-        trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
-        self.shapes = {name: tuple(p.shape) for name, p in trained.items()}
-        self.numels = {name: p.numel() for name, p in trained.items()}
+        self._parameters: dict[str, Any] = trained_parameters(policy)
+        self.shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        self.numels = {name: p.numel() for name, p in self._parameters.items()}
         self._sum = OrderedSum(world, order) if order.count > 1 else None
         self._gives, self._hooks = False, []
 
@@ -77,13 +77,14 @@ class Strategy(ABC):
         """What an optimizer updates on this rank: fp32, with the values that forward passes
         compute with. `pieces` finds the parameters in them."""
 
-    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """This rank's fp32 gradients, cut as `pieces` are. ValueError if one is missing."""
+        return {name: _required(name, p.grad) for name, p in self._parameters.items()}
 
-    @abstractmethod
     def drop_gradients(self) -> None:
         """The next step starts from zero."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def update(
         self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
@@ -120,21 +121,19 @@ class Strategy(ABC):
         for hook in self._hooks:
             hook.remove()
 
-    def _collect(self, total: OrderedSum, parameters: Mapping[str, nn.Parameter]) -> None:
+    def _collect(self, total: OrderedSum) -> None:
         """While `_gives` is set, a backward pass gives each finished gradient to the buckets."""
         self._buckets = GradientBuckets(total, self.shapes)
-        for name, parameter in parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(self._giver(name))
-            self._hooks.append(hook)
 
-    def _giver(self, name: str) -> Callable[[Tensor], None]:
-        def give(parameter: Tensor) -> None:
+        def give(name: str, parameter: Tensor) -> None:
             if self._gives:
                 assert parameter.grad is not None
                 gradient, parameter.grad = parameter.grad, None
                 self._buckets.put(name, gradient)
 
-        return give
+        for name, parameter in self._parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(partial(give, name))
+            self._hooks.append(hook)
 
     def own(self, num_sequences: int) -> list[int]:
         """Indices of the sequences that this rank computes of an optimizer step."""
@@ -187,6 +186,11 @@ class Strategy(ABC):
         return [value.to(self.world.device) for value in self.shared(what, hosted)]
 
 
+def trained_parameters(module: nn.Module) -> dict[str, Any]:
+    """The parameters that have a gradient, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
 class Gathered(Mapping[str, Tensor]):
     """Whole tensors, each gathered when it is read."""
 
@@ -205,7 +209,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def required(name: str, gradient: Tensor | None) -> Tensor:
+def _required(name: str, gradient: Tensor | None) -> Tensor:
     """A gradient in fp32; ValueError if there is none."""
     if gradient is None:
         raise ValueError(f"parameter {name} has no gradient: it must take part in the loss.")
@@ -217,9 +221,8 @@ class Replicated(Strategy):
 
     def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
-        self._parameters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
         if self._sum is not None and ordered:
-            self._collect(self._sum, self._parameters)
+            self._collect(self._sum)
 
     def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
         if self._sum is None:
@@ -259,13 +262,6 @@ class Replicated(Strategy):
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self._parameters.items()
         }
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: required(name, p.grad) for name, p in self._parameters.items()}
-
-    def drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     @torch.no_grad()
     def update(

@@ -48,12 +48,9 @@ class Zero(Strategy):
 
     def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
-        self._parameters: dict[str, Any] = {
-            n: p for n, p in policy.named_parameters() if p.requires_grad
-        }
         self._gradients: dict[str, Tensor] = {}
         if ordered:
-            self._collect(self._sum or OrderedSum(world, order), self._parameters)
+            self._collect(self._sum or OrderedSum(world, order))
         with ExitStack() as stack:
             stack.enter_context(_launched(world.device.type))
             self.model, self._utils = _engine(policy, self.stage, self.dtype)

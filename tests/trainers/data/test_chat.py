@@ -85,11 +85,6 @@ def test_a_tokenizer_without_a_template_is_refused():
         require_template(byte_tokenizer())
 
 
-def test_the_byte_tokenizer_is_refused_with_the_recipe(tiny_run):
-    with pytest.raises(ValueError, match="the byte tokenizer has none"):
-        tiny_run.config(**{"data.chat_template": True})
-
-
 LIMITS = {"max_prompt_tokens": 6, "max_tokens": 4, "context_length": 12}
 
 
@@ -179,10 +174,3 @@ def test_too_few_prompts_after_dropping_are_refused(tiny_run, chat):
     few = {"data.overlong_prompts": "drop", "rollout.prompts_per_step": 12}
     with pytest.raises(DataError, match="exceeds the 10 training examples of .*10 overlong ones"):
         tiny_run(**chat | few)
-
-
-def test_more_evaluation_samples_than_there_are_examples_are_all(tiny_run):
-    _, rows = tiny_run(
-        **{"training.eval_every": 1, "training.eval_samples": 9, "training.steps": 1}
-    )
-    assert "eval/reward" in rows[0]

@@ -32,6 +32,7 @@ def released(world, *trees):
     return digests(world, *trees)
 
 
+@pytest.mark.thorough
 def test_all_stages_have_the_hash_and_the_metrics_of_replicated(run_ranks, tiny_run, lasting):
     def tree(directory, dtype, name):
         own = {"training.strategy": name, "policy.dtype": dtype, "run.output_dir": str(directory)}
@@ -54,6 +55,7 @@ def test_all_stages_have_the_hash_and_the_metrics_of_replicated(run_ranks, tiny_
         assert all(row(d) == row(right[dtype]) for d, (dtype, _) in runs.items())
 
 
+@pytest.mark.thorough
 def test_a_run_is_continued_by_other_strategies(run_ranks, tiny_run, lasting):
     """With DeepSpeed's own settings, by which ZeRO-3 keeps small weights whole."""
 
@@ -82,6 +84,7 @@ def controlled(world, low_precision, *stock):
     return found, released(world, *stock)
 
 
+@pytest.mark.thorough
 def test_another_sum_has_other_weights(run_ranks, tiny_run):
     """DeepSpeed's own sum over two ranks has the order of two leaves, where four were asked for."""
 
@@ -145,6 +148,7 @@ def alone(world, tree):
     return digest_of(tree), len(looks)
 
 
+@pytest.mark.thorough
 def test_one_process_needs_no_launcher_and_looks_at_the_model_a_few_times(run_ranks, tiny_run):
     one = {**LEAVES, "consistency.gradient_leaves": 1}
     other = {"training.strategy": "zero3", "run.output_dir": str(tiny_run.directory / "other")}

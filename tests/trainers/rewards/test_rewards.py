@@ -71,11 +71,6 @@ def test_arithmetic_reads_the_last_total(completion, expected):
     assert arithmetic(["p"], [completion], ["18"]) == [expected]
 
 
-@pytest.mark.parametrize("name", ["exact_match", "gsm8k", "arithmetic"])
-def test_built_in_names_resolve(name):
-    assert resolve(name).__name__ == name
-
-
 def test_a_function_of_a_module_resolves(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def ones(completions, **_): return [1] * len(completions)"
@@ -291,8 +286,3 @@ def test_fields_that_do_not_fit_a_function_are_refused(function, extra, message)
     ]
     with pytest.raises(RewardError, match=message):
         check_data([RewardFunction("mine", function)], examples)
-
-
-def test_fields_that_fit_are_let_through():
-    functions = [exact_match, lambda level, **_: [], lambda level=0, **_: []]
-    check_data([RewardFunction("mine", f) for f in functions], EXAMPLES)

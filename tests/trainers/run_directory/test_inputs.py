@@ -212,13 +212,6 @@ def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, given):
     assert summary["parameter_digest"] == digest and [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_an_output_directory_inside_the_model_s_or_beside_the_data_resumes(tiny_run, given):
-    given["run.output_dir"] = str(tiny_run.directory / "model")
-    summary, _ = tiny_run(**given)
-    again, _ = tiny_run(**given, resume=True)
-    assert again["parameter_digest"] == summary["parameter_digest"]
-
-
 def link_data(directory):
     (directory / "train.jsonl").unlink()
     (directory / "train.jsonl").symlink_to(directory / "run" / "metrics.jsonl")
@@ -252,17 +245,6 @@ def test_inputs_that_links_lead_into_the_run_are_not_overwritten(tiny_run, given
     with pytest.raises(RunDirectoryError, match=rf"{file} lies inside the run in"):
         tiny_run(**given, overwrite=True)
     assert tiny_run.files() == before
-
-
-def test_inputs_that_share_a_file_with_the_run_by_a_hard_link_keep_it(tiny_run, given):
-    tiny_run(**given)
-    checkpoint = tiny_run.directory / "run" / "checkpoints" / "step_000004"
-    weights = tiny_run.directory / "model" / "model.safetensors"
-    weights.unlink()
-    weights.hardlink_to(checkpoint / "model.safetensors")
-    before = weights.read_bytes()
-    tiny_run(**given, overwrite=True)
-    assert weights.read_bytes() == before != (checkpoint / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

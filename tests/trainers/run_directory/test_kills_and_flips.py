@@ -77,6 +77,7 @@ def prepare(mode, whole, directory):
     (directory / "notes.txt").write_text("mine")
 
 
+@pytest.mark.thorough
 def test_a_run_killed_at_random_points_ends_with_the_digest_of_one_that_was_not(
     tiny_run, lasting, changes, attempts
 ):
@@ -128,6 +129,7 @@ def test_a_run_resumed_without_its_moments_ends_with_another_digest(tiny_run, ch
     assert resumed["parameter_digest"] != summary["parameter_digest"]
 
 
+@pytest.mark.thorough
 def test_a_bit_flipped_in_a_random_file_is_refused_by_name_or_changes_nothing(
     tiny_run, lasting, changes, attempts
 ):

@@ -58,18 +58,6 @@ def test_each_config_file_asks_for_its_strategy_and_for_nothing_else(launched, f
     check_launch(load_config(DEMO, overrides))
 
 
-def test_there_is_a_config_file_for_each_strategy():
-    assert [file.stem for file in CONFIGS] == ["fsdp2", "replicated", "zero1", "zero2", "zero3"]
-
-
-def test_a_launcher_without_an_engine_asks_for_nothing(launched):
-    assert strategy_of(None) == "replicated"
-    launched(**environment_of("--multi_gpu", "--num_processes", "2"))
-    assert strategy_of(None) == "replicated"
-    assert strategy_of("fsdp2") == "fsdp2"
-    assert list(unfollowed("float32")) == []
-
-
 @pytest.mark.parametrize(
     ("variables", "asked"),
     [

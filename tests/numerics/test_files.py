@@ -1,4 +1,4 @@
-"""A file for the results of long work: refused before the work, and whole or untouched after it."""
+"""Files that a user names are written whole, through links, or refused before any work."""
 
 import errno
 import os

@@ -1,5 +1,5 @@
-"""Gradient checkpointing: the hook that it leaves on the embedding changes no value and is no
-reason to run without graphs; without gradients nothing is checkpointed; selective is refused."""
+"""Hooks of transformers that change no value are no reason to run without graphs; without gradients
+nothing is checkpointed; selective checkpointing is refused."""
 
 import functools
 from contextlib import nullcontext
@@ -9,6 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rl_consistency.models import decoder, inventory
+from rl_consistency.models.hooks_and_checkpointing import captures_outputs
+from rl_consistency.models.modules import is_unobserved
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
@@ -44,14 +46,6 @@ def test_a_hook_beside_it_is_seen(patched):
     assert patched.check().hooked
     handle.remove()
     assert patched.check() == before
-
-
-def test_a_function_of_its_name_from_elsewhere_is_a_hook(patched):
-    def make_inputs_require_grads(module, input, output):
-        return 0.5 * output
-
-    patched.model.model.embed_tokens.register_forward_hook(make_inputs_require_grads)
-    assert patched.check().hooked
 
 
 class Scaled(functools.partial):
@@ -92,21 +86,6 @@ def test_it_counts_as_a_hook_where_nobody_knows_it(monkeypatch, patched):
     assert found.hooked and found != before
 
 
-def test_with_it_prompts_are_shared_and_no_bit_moves(patched):
-    prompt = [5, 7, 11] * 14
-    samples = [[*prompt, 3, 4], [*prompt, 9]]
-
-    def scored(shared):
-        with torch.no_grad():
-            return token_logprobs(
-                patched.model, samples, prompt_lengths=[42, 42], share_prompts=shared
-            ).logprobs
-
-    right = scored(False)
-    checkpointed_once(patched.model)
-    assert torch.equal(scored(True), right) and torch.equal(scored(False), right)
-
-
 @pytest.mark.parametrize("gradients", [False, True])
 def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradients):
     """In training mode, in which TRL's trainer generates."""
@@ -122,15 +101,6 @@ def test_layers_are_checkpointed_only_where_there_are_gradients(patched, gradien
     with torch.set_grad_enabled(gradients):
         found = token_logprobs(model, [[5, 7, 11, 3]], prompt_lengths=[1]).logprobs
     assert torch.equal(found, right) and len(runs) == gradients * len(model.model.layers)
-
-
-@pytest.mark.parametrize("kind", [Scaled, Answering])
-def test_what_wraps_torch_s_function_is_another(patched, kind):
-    model = patched.model.train()
-    model.gradient_checkpointing_enable()
-    for layer in model.model.layers:
-        layer._gradient_checkpointing_func = kind(checkpoint)
-    assert patched.check().hooked
 
 
 def test_another_function_than_torch_s_runs_without_gradients_too(patched):
@@ -185,3 +155,63 @@ def test_selective_checkpointing_would_give_other_gradients(patched, monkeypatch
     selective(patched.model)
     found = gradients(patched.model)
     assert not all(map(torch.equal, right, found))
+
+
+PRESETS = ["tiny-qwen3", "tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"]
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def asked_for_outputs(model):
+    """A stock forward that puts the hooks there."""
+    model(IDS, output_hidden_states=True)
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert hooks and all(map(captures_outputs, hooks))
+
+
+def unobserved(model):
+    return [is_unobserved(module) for module in model.modules()]
+
+
+def scores(model):
+    return token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1]).logprobs
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_hooks_that_collect_outputs_do_not_count(preset):
+    model = build_preset(preset)
+    with patch(model) as session:
+        right, before, plain = scores(model), session.check(), unobserved(model)
+        with session.stock():
+            asked_for_outputs(model)
+        assert torch.equal(scores(model), right)
+        assert not session.check().hooked and not before.hooked
+        assert unobserved(model) == plain and any(plain)
+    with patch(model):
+        assert torch.equal(scores(model), right)
+
+
+def test_they_still_collect():
+    model = build_preset("tiny-qwen3")
+    right = model(IDS, output_hidden_states=True).hidden_states
+    with patch(model) as session, session.stock():
+        found = model(IDS, output_hidden_states=True).hidden_states
+    assert len(found) == len(right) and all(map(torch.equal, found, right))
+
+
+def test_a_hook_of_its_name_from_elsewhere_is_refused_at_a_router():
+    def output_capturing_hook(module, args, output):
+        return output
+
+    model = build_preset("tiny-olmoe")
+    model.model.layers[0].mlp.gate.register_forward_hook(output_capturing_hook)
+    with pytest.raises(ValueError, match="gate.* has a hook"):
+        patch(model)
+
+
+def test_where_nobody_knows_them_they_count(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(inventory, "captures_outputs", lambda hook: False)
+    model = build_preset("tiny-olmoe")
+    asked_for_outputs(model)
+    with pytest.raises(ValueError, match="gate.* has a hook"):
+        patch(model)
