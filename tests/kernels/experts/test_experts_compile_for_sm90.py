@@ -14,7 +14,6 @@ KERNELS = {
     "count_kernel",
     "place_kernel",
     "product_kernel",
-    "gate_up_kernel",
     "pair_kernel",
     "combine_kernel",
     "gather_kernel",
