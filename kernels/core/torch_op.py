@@ -31,8 +31,8 @@ def kernel_op(
             device; returns None for a launcher that only mutates.
         mutates: names of the arguments that the launcher writes into.
         name: of the op, where it differs from the launcher's. The op then has the launcher's
-            arguments without a default, so no schedule, and calls what the launcher's module binds
-            to the launcher's name: a mutant of `verify` takes its place there.
+            arguments but `schedule`, and calls what the launcher's module binds to the launcher's
+            name: a mutant of `verify` takes its place there.
     """
 
     def register(launcher: _Launcher) -> _Launcher:
@@ -61,8 +61,8 @@ def kernel_op(
 
 
 def _by_name(launcher: Any) -> Callable[..., Any]:
-    """What calls the launcher by its module's name for it, with the arguments that have no default,
-    whose types are objects, since they stand in another module than this function."""
+    """What calls the launcher by its module's name for it, without `schedule`. The types of its
+    arguments are objects, since they stand in another module than this function."""
     bound, stem = launcher.__globals__, launcher.__name__
 
     def run(*operands: Any) -> Any:
@@ -72,7 +72,7 @@ def _by_name(launcher: Any) -> Callable[..., Any]:
     parameters = [
         parameter.replace(annotation=types[parameter.name])
         for parameter in signature.parameters.values()
-        if parameter.default is parameter.empty
+        if parameter.name != "schedule"
     ]
     own: Any = run
     own.__doc__ = launcher.__doc__

@@ -41,7 +41,7 @@ from rl_consistency.kernels.experts.schedules import (
     pick_combine,
     pick_pair,
 )
-from rl_consistency.kernels.glu.activation_triton import (
+from rl_consistency.kernels.pointwise.glu import (
     ACTIVATIONS,
     activate_with_derivative,
     glu_value,

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
-from rl_consistency.kernels.glu.op import (
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.linear.op import folded_bias, folded_weight, require_fitting, rows_of
+from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.pointwise.glu import (
     glu_gradients,
     glu_gradients_and_values,
     glu_values,
     require_gated,
 )
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.linear.op import folded_bias, folded_weight, require_fitting, rows_of
-from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 
 
 def glu_linear(

@@ -41,7 +41,7 @@ from rl_consistency.kernels.rms_norm.schedules import (
     CHUNK_TOKENS,
     NARROW,
     NarrowSchedule,
-    Schedule,
+    NormSchedule,
     block_width,
     chunk_rows,
     is_narrow,
@@ -156,7 +156,11 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def rms_norm_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, schedule: Schedule | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    schedule: NormSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, total = x + residual (empty without a residual) and rstd = 1/sqrt(mean square + eps).
 
@@ -415,7 +419,7 @@ def rms_norm_bwd(
     rstd: Tensor,
     rows_per_token: int,
     with_sums: bool,
-    schedule: Schedule | NarrowSchedule | None = None,
+    schedule: NormSchedule | NarrowSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dx, and the step sums of dweight: [ceil(tokens / 16), H] fp32, no rows unless `with_sums`.
 
@@ -451,7 +455,7 @@ def rms_norm_bwd(
     return dx, sums
 
 
-def _wide_options(schedule: Schedule, rows_per_token: int) -> dict[str, Any]:
+def _wide_options(schedule: NormSchedule, rows_per_token: int) -> dict[str, Any]:
     return {
         "CHUNKS": STEP // CHUNK_TOKENS,
         "CHUNK_ROWS": CHUNK_TOKENS * rows_per_token,

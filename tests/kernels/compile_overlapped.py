@@ -13,14 +13,14 @@ from rl_consistency.kernels.attention.schedules import DECODE_LAST
 from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables
 from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.route import choose_fwd
 from rl_consistency.kernels.experts.schedules import COMBINE
-from rl_consistency.kernels.glu.activation_triton import glu_fwd
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import Schedule
+from rl_consistency.kernels.pointwise.glu import glu_fwd
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd
-from rl_consistency.kernels.router.choice_triton import choose_fwd
 from tests.kernels.attention.compile_for_sm90 import compile_only
 
 BF16 = torch.bfloat16

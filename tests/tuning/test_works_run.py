@@ -7,12 +7,12 @@ from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner
 from rl_consistency.kernels.experts.fold_triton import Runs, fold_runs
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.kernels.pointwise.glu import glu_bwd, glu_fwd
+from rl_consistency.kernels.pointwise.rotary import rotary_fwd
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
-from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
 from rl_consistency.kernels.token_logprobs.cuda import choose_plan

@@ -18,6 +18,8 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op, pair_bwd
 from rl_consistency.kernels.experts.products_triton import described, gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.route import candidates as router_candidates
+from rl_consistency.kernels.experts.route import choose_fwd, logits_bwd
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
     block_experts,
@@ -26,8 +28,6 @@ from rl_consistency.kernels.experts.schedules import (
     product_candidates,
 )
 from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
-from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.schedules import candidates as router_candidates
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.sweep import OpSetup

@@ -25,7 +25,6 @@ from rl_consistency.kernels.attention.layout import (
 )
 from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SharedRun
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
-from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
@@ -36,6 +35,7 @@ from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.pointwise import glu as glu_triton
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules

@@ -17,19 +17,17 @@ from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bw
 from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
 from rl_consistency.kernels.experts import pairs_triton as expert_pairs_triton
 from rl_consistency.kernels.experts import products_triton as expert_products_triton
+from rl_consistency.kernels.experts import route as router
 from rl_consistency.kernels.experts import schedules as expert_schedules
-from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
 from rl_consistency.kernels.linear import schedules as few_rows_schedules
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
+from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
-from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
-from rl_consistency.kernels.router import choice_triton as router_triton
-from rl_consistency.kernels.router import schedules as router_schedules
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.verify.checks.row_schedules import norm_backward_entries
@@ -108,7 +106,7 @@ def _small_launchers() -> list[Pair]:
     """Several products in one launch, and ops that treat rows one by one."""
     project: Callable[..., Any] = linear_triton.qkv_fwd
     gated = linear_triton.gate_up_glu_fwd
-    rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
+    rotate, fold = rotary.rotary_fwd, gradient_rows_triton.launch_rows
 
     def split_k(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         *weights, bq, bk, bv, schedule = operands
@@ -153,9 +151,9 @@ def _small_launchers() -> list[Pair]:
     return [
         _some_entries(project, lambda *_: few_rows_schedules.QKV[1:2], split_k),
         _some_entries(gated, lambda *_: few_rows_schedules.GATE_UP[-1:], unrounded),
-        _some_entries(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1:2], silu_rounded),
-        _some_entries(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1:2], gradients_rounded),
-        _some_entries(rotate, lambda *_: rotary_triton.CANDIDATES[1:2], cosine_rounded),
+        _some_entries(glu.glu_fwd, lambda *_: glu.CANDIDATES[1:2], silu_rounded),
+        _some_entries(glu.glu_bwd, lambda *_: glu.CANDIDATES[1:2], gradients_rounded),
+        _some_entries(rotate, lambda *_: rotary.CANDIDATES[1:2], cosine_rounded),
         _some_entries(rms_norm_fwd, lambda x, *_: candidates(x.shape[-1])[1:2], root_rounded),
         _some_entries(rms_norm_bwd, backward_entries, from_a_rounded_root),
         _some_entries(fold, lambda *_: gradient_rows_triton.CANDIDATES[1:2], _added_up(fold)),
@@ -165,7 +163,7 @@ def _small_launchers() -> list[Pair]:
 
 def _expert_launchers() -> list[Pair]:
     """The choice of experts, their products, the sum of their rows, and gradients of all these."""
-    choose, logits_bwd = router_triton.choose_fwd, router_triton.logits_bwd
+    choose, logits_bwd = router.choose_fwd, router.logits_bwd
     product: Callable[..., Tensor] = expert_products_triton.product_fwd
     gated: Callable[..., Any] = expert_products_triton.gate_up_fwd
     combine, pair_bwd = expert_pairs_triton.combine_fwd, expert_pairs_triton.pair_bwd
@@ -204,8 +202,8 @@ def _expert_launchers() -> list[Pair]:
         dpacked, weighted, dweights = pair_bwd(*operands)
         return dpacked, weighted, dweights.bfloat16().float()
 
-    def of_router(*_: Any) -> tuple[router_schedules.Schedule, ...]:
-        return router_schedules.ALL[1:2]
+    def of_router(*_: Any) -> tuple[router.RouterSchedule, ...]:
+        return router.ALL[1:2]
 
     return [
         _some_entries(choose, of_router, weights_rounded),

@@ -3,9 +3,16 @@ import torch
 import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu import activation_triton
-from rl_consistency.kernels.glu.activation_triton import CANDIDATES, SCHEDULE, glu_bwd, glu_fwd
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
+from rl_consistency.kernels.pointwise import glu as pointwise_glu
+from rl_consistency.kernels.pointwise.glu import (
+    ACTIVATIONS,
+    CANDIDATES,
+    SCHEDULE,
+    glu,
+    glu_bwd,
+    glu_fwd,
+    glu_reference,
+)
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import judged, rows_of, schedules_alike
@@ -72,7 +79,7 @@ def test_values_do_not_depend_on_where_they_stand(activation, dtype):
 def test_every_schedule_gives_the_same_bytes(activation, dtype):
     gate, up, dy = operands(dtype)
     forward = lambda schedule: glu_fwd(gate, up, activation, schedule)  # noqa: E731
-    backward = lambda schedule: rows_of(*glu_bwd(dy, gate, up, activation, schedule))  # noqa: E731
+    backward = lambda schedule: rows_of(*glu_bwd(dy, gate, up, activation, False, schedule))  # noqa: E731
     assert judged(schedules_alike, "y", [SCHEDULE, *CANDIDATES], forward).passed
     assert judged(schedules_alike, "gradients", [SCHEDULE, *CANDIDATES], backward).passed
 
@@ -82,7 +89,7 @@ def test_every_schedule_gives_the_same_bytes(activation, dtype):
 def test_the_gradients_kernel_gives_the_values_too(activation, dtype):
     gate, up, dy = operands(dtype)
     for schedule in (None, *CANDIDATES):
-        *gradients, y = glu_bwd(dy, gate, up, activation, schedule, gives_y=True)
+        *gradients, y = glu_bwd(dy, gate, up, activation, True, schedule)
         assert same_bytes(y, glu_fwd(gate, up, activation))
         assert all(map(same_bytes, gradients, glu_bwd(dy, gate, up, activation)))
 
@@ -155,8 +162,8 @@ def test_a_remembered_launch_gives_the_bytes_of_one_specialised_anew(dtype, monk
     sizes = (1, 2, 16, 17, 1000, 4096, 4097)
     cases = [memory[:, start : start + size] for start in (0, 1, 8, 128) for size in sizes]
     got = [[glu_fwd(*case, "silu") for _ in range(3)] for case in cases]
-    kernel = activation_triton._forward_kernel
+    kernel = pointwise_glu._forward_kernel
     assert kernel._compiled
-    monkeypatch.setattr(activation_triton, "_forward_kernel", kernel.kernel)
+    monkeypatch.setattr(pointwise_glu, "_forward_kernel", kernel.kernel)
     for found, case in zip(got, cases, strict=True):
         assert all(same_bytes(y, glu_fwd(*case, "silu")) for y in found)

@@ -9,7 +9,6 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import CACHE_VARIABLE
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
@@ -19,6 +18,7 @@ from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul import audit
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes

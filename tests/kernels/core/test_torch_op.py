@@ -16,8 +16,8 @@ from rl_consistency.kernels.core.kernels_hash import KERNELS
 from rl_consistency.kernels.core.torch_op import NAMESPACE
 from rl_consistency.kernels.experts.fold_triton import find_runs
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.route import router_choice_op
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd_op
-from rl_consistency.kernels.router.choice_triton import router_choice_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,

@@ -24,6 +24,7 @@ from rl_consistency.kernels.experts.pairs_triton import (
     pair_bwd,
 )
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.route import candidates, choose_fwd, logits_bwd
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
     block_experts,
@@ -32,8 +33,6 @@ from rl_consistency.kernels.experts.schedules import (
     pair_candidates,
     product_candidates,
 )
-from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.schedules import candidates
 from tests.kernels.attention.compile_for_sm90 import compile_only, spilled
 
 EXPERTS, TOP_K, ROWS, HIDDEN, WIDTH = 128, 8, 512, 2048, 768

@@ -9,9 +9,9 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
 from rl_consistency.kernels.experts import cpu
 from rl_consistency.kernels.experts.op import experts, experts_reference
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
+from rl_consistency.kernels.experts.route import route, route_reference
 from rl_consistency.kernels.linear.op import linear
-from rl_consistency.kernels.router.op import route, route_reference
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import judged, rows_alike

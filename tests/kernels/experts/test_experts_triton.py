@@ -24,6 +24,7 @@ from rl_consistency.kernels.experts.products_triton import (
     gate_up_fwd,
     product_fwd,
 )
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
     COMBINE,
@@ -34,8 +35,7 @@ from rl_consistency.kernels.experts.schedules import (
     PRODUCTS_TMA,
     fold_candidates,
 )
-from rl_consistency.kernels.glu.op import ACTIVATIONS
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from tests.kernels.experts.cases import TOP_K, parameters

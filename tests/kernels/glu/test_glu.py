@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_gradients, glu_reference
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu, glu_gradients, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 

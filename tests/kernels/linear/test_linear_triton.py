@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
     gate_up_glu_op,
@@ -11,6 +10,7 @@ from rl_consistency.kernels.linear.few_rows_triton import (
 )
 from rl_consistency.kernels.linear.op import linear_reference
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_reference
 from rl_consistency.parity.tolerances import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

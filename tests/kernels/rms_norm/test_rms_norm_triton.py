@@ -21,7 +21,7 @@ from rl_consistency.kernels.rms_norm.schedules import (
     MAX_WIDTH,
     NARROW,
     NarrowSchedule,
-    Schedule,
+    NormSchedule,
     block_width,
     candidates,
     pick_backward,
@@ -102,10 +102,10 @@ def test_every_schedule_gives_the_same_bytes():
     y, _, rstd = rms_norm_fwd(x, None, weight, EPS)
     # The interpreter knows no warps: one schedule of each shape.
     for rows in sorted({s.rows for s in candidates(64)}):
-        assert same_bytes(rms_norm_fwd(x, None, weight, EPS, Schedule(4, rows=rows))[0], y)
+        assert same_bytes(rms_norm_fwd(x, None, weight, EPS, NormSchedule(4, rows=rows))[0], y)
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 2, True)
     shapes = {replace(s, warps=4) for s in candidates(64, 2)}
-    shapes.add(Schedule(4, split=4))
+    shapes.add(NormSchedule(4, split=4))
     for schedule in shapes:
         found = rms_norm_bwd(dy, None, x, weight, rstd, 2, True, schedule)
         assert all(map(same_bytes, found, expected))
@@ -155,7 +155,7 @@ def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
     dy[:16] = -0.0
     rstd = rms_norm_fwd(x, None, weight, EPS)[2]
     operands = dy, None, x, weight, rstd, 8, True
-    expected = rms_norm_bwd(*operands, Schedule(4))
+    expected = rms_norm_bwd(*operands, NormSchedule(4))
     for rows, loops in ((1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2), (16, 4), (32, 1)):
         found = narrow_bwd(*operands, NarrowSchedule(rows=rows, loops=loops, registers=128))
         assert all(map(same_bytes, found, expected)), (rows, loops)
@@ -178,7 +178,7 @@ def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     assert not takes(x[:, :4], 2)
     assert not takes(x, 1)
     assert not takes(torch.ones(2, 3, 264), 3)
-    assert not takes(x, 6, Schedule(4))
+    assert not takes(x, 6, NormSchedule(4))
 
 
 def test_what_the_kernel_of_narrow_rows_cannot_address():
@@ -202,7 +202,7 @@ def test_chunks_that_are_no_power_of_two_of_rows_go_side_by_side():
     rstd = rms_norm_fwd(x, None, weight, EPS)[2]
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 3, True)
     for split in (2, 8):
-        schedule = Schedule(4, split=split)
+        schedule = NormSchedule(4, split=split)
         found = rms_norm_bwd(dy, None, x, weight, rstd, 3, True, schedule)
         assert all(map(same_bytes, found, expected))
 
@@ -262,5 +262,5 @@ def test_every_width_has_schedules():
     for width in (1, 63, 64, 128, 1000, 4096, 5120, MAX_WIDTH):
         assert pick_forward(width) and pick_backward(width, 1)
     assert pick_backward(128, 64).warps > pick_backward(128, 8).warps
-    assert within_shared(Schedule(8, stages=3), 64 * 1024, 96 * 1024).stages == 2
-    assert within_shared(Schedule(8, stages=3), 256 * 1024, 96 * 1024).stages == 1
+    assert within_shared(NormSchedule(8, stages=3), 64 * 1024, 96 * 1024).stages == 2
+    assert within_shared(NormSchedule(8, stages=3), 256 * 1024, 96 * 1024).stages == 1

@@ -2,12 +2,13 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
-from rl_consistency.kernels.rotary.rotation_triton import (
+from rl_consistency.kernels.pointwise.rotary import (
     CANDIDATES,
-    Schedule,
+    RotarySchedule,
+    rotary,
     rotary_fwd,
     rotary_op,
+    rotary_table,
 )
 from rl_consistency.parity.bytes import same_bytes
 
@@ -37,7 +38,7 @@ def test_every_schedule_gives_the_same_bytes():
     q, k, cos, sin = operands()
     expected = rotary_fwd(q, k, cos, sin, False)
     for tokens, heads in sorted({(s.tokens, s.heads) for s in CANDIDATES} | {(2, 2)}):
-        found = rotary_fwd(q, k, cos, sin, False, Schedule(tokens, 4, heads))
+        found = rotary_fwd(q, k, cos, sin, False, RotarySchedule(tokens, 4, heads))
         assert all(map(same_bytes, found, expected))
 
 

@@ -3,15 +3,15 @@ import torch
 from torch import nn
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.router import op
-from rl_consistency.kernels.router.op import (
+from rl_consistency.kernels.experts import route as op
+from rl_consistency.kernels.experts.route import (
     choose,
     logit_gradients,
     route,
     route_reference,
     route_with_logits,
 )
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike

@@ -13,17 +13,17 @@ from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op, pair_bwd
 from rl_consistency.kernels.experts.products_triton import described, gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
     PAIR,
     fold_candidates,
     product_candidates,
 )
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_gradients
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.matmul.op import matmul_nn
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu, glu_gradients
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within

@@ -3,11 +3,16 @@ import torch
 from torch import nn
 
 from rl_consistency.cases.probe import probe
+from rl_consistency.kernels.experts.route import (
+    candidates,
+    choose,
+    choose_fwd,
+    logits_bwd,
+    route,
+    route_reference,
+)
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.matmul.op import matmul_nt
-from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.op import choose, route, route_reference
-from rl_consistency.kernels.router.schedules import candidates
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
