@@ -124,16 +124,15 @@ class Strategy(ABC):
     def _collect(self, total: OrderedSum) -> None:
         """While `_gives` is set, a backward pass gives each finished gradient to the buckets."""
         self._buckets = GradientBuckets(total, self.shapes)
-
-        def give(name: str, parameter: Tensor) -> None:
-            if self._gives:
-                assert parameter.grad is not None
-                gradient, parameter.grad = parameter.grad, None
-                self._buckets.put(name, gradient)
-
         for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(partial(give, name))
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._give, name))
             self._hooks.append(hook)
+
+    def _give(self, name: str, parameter: Tensor) -> None:
+        if self._gives:
+            assert parameter.grad is not None
+            gradient, parameter.grad = parameter.grad, None
+            self._buckets.put(name, gradient)
 
     def own(self, num_sequences: int) -> list[int]:
         """Indices of the sequences that this rank computes of an optimizer step."""
