@@ -28,8 +28,7 @@ from rl_consistency.kernels.attention.op import attention_paged, attention_varle
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.linear.glu_linear import glu_linear
-from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
+from rl_consistency.kernels.linear.op import glu_linear, linear, linear_glu, linear_qkv
 from rl_consistency.kernels.pointwise.embedding import embedding
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table

@@ -38,7 +38,7 @@ def glu_work(
         return glu.glu_fwd(gate, up, activation, schedule)
 
     def backward(schedule: glu.GluSchedule, dy: Tensor, gate: Tensor, up: Tensor) -> Any:
-        return glu.glu_bwd(dy, gate, up, activation, False, schedule)
+        return tuple(glu.glu_bwd(dy, gate, up, activation, False, schedule))
 
     call, count = (forward, 2) if direction == "forward" else (backward, 3)
     return _work(

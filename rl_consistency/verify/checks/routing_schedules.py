@@ -27,7 +27,7 @@ from rl_consistency.kernels.experts.schedules import (
     pair_candidates,
     product_candidates,
 )
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.sweep import OpSetup
