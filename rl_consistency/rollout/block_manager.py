@@ -10,9 +10,9 @@ is allocated, so that a sibling can wait for it. It becomes shareable when the s
 was launched and all its tokens are known: steps run in order on one stream. Released blocks keep
 their content until space is needed, least recently released first.
 
-A row that is not finite reaches rows before it in its block of keys: a masked probability is 0, and
-0 times NaN is NaN. Such a block is no longer what another sequence would compute, so blocks of a
-sequence that fails are not found again (`distrust`).
+Blocks of a sequence that fails are not found again (`distrust`; see `failures`).
+
+`KVCache` is the memory behind the block numbers; `cache_shape` bounds their number.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -17,12 +17,18 @@ from rl_consistency.models.sharding import is_shard, unwrapped
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.device.model_runner import ModelRunner, PendingStep
 from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.progress import RolloutProgress
-from rl_consistency.rollout.requests import OpenRequests, RequestLimits, eos_token_ids
+from rl_consistency.rollout.request import (
+    OpenRequests,
+    RequestFactory,
+    RequestOptions,
+    eos_token_ids,
+)
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import RolloutStatistics, Scheduler
 from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence
@@ -203,7 +209,7 @@ class RolloutEngine:
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
         )
-        self._limits = RequestLimits(
+        self._factory = RequestFactory(
             vocab_size=model.config.vocab_size,
             context_length=model.config.max_position_embeddings,
             eos_token_ids=eos_token_ids(eos_token_id, model.config.vocab_size),
@@ -248,23 +254,17 @@ class RolloutEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
-        prompt_ids: Sequence[int] | None = None,
-        request_ids: Sequence[str] | None = None,
         progress: RolloutProgress | None = None,
-        weights_digest: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Draw `n` completions of every prompt.
 
         Args:
             prompts: token ids.
             sampling: one for all prompts, or one for each.
-            prompt_ids: stable ids, in [0, 2**64), that key the random stream; a prompt keeps its
-                samples when it keeps its id. Default: the index in `prompts`.
-            request_ids: names for `cancel` and for error messages, different from those of
-                unfinished requests. Default: made up.
             progress: called after each step, or a block that gives such a function, as
                 `progress_bar()` does.
-            weights_digest: `model_digest` of the weights as the trainer left them, to compare.
+            options: `prompt_ids`, `request_ids` and `weights_digest`, see `RequestOptions`.
 
         Returns the completions in order of (prompt index, sample index). Warns if sampled library
         products were withdrawn since the last rollout: what was drawn may have other bits.
@@ -278,14 +278,7 @@ class RolloutEngine:
         """
         with self._turn, whole_weights(self._model):
             completions = sorted(
-                self.stream(
-                    prompts,
-                    sampling,
-                    prompt_ids=prompt_ids,
-                    request_ids=request_ids,
-                    progress=progress,
-                    weights_digest=weights_digest,
-                ),
+                self.stream(prompts, sampling, progress=progress, **options),
                 key=lambda completion: (completion.prompt_index, completion.sample_index),
             )
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -303,10 +296,8 @@ class RolloutEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
-        prompt_ids: Sequence[int] | None = None,
-        request_ids: Sequence[str] | None = None,
         progress: RolloutProgress | None = None,
-        weights_digest: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generator[Completion]:
         """Yield each completion as it ends; arguments and errors are those of `generate`.
 
@@ -316,13 +307,7 @@ class RolloutEngine:
         """
         with self._lock:
             self._require_idle("generate or stream")
-            self.submit(
-                prompts,
-                sampling,
-                prompt_ids=prompt_ids,
-                request_ids=request_ids,
-                weights_digest=weights_digest,
-            )
+            self.submit(prompts, sampling, **options)
             completions = self._run(progress)
             next(completions)  # enters its `try`, so that closing it cancels
         return completions
@@ -331,10 +316,7 @@ class RolloutEngine:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
-        *,
-        prompt_ids: Sequence[int] | None = None,
-        request_ids: Sequence[str] | None = None,
-        weights_digest: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[str]:
         """Queue prompts, to be served by `step`; returns their request ids.
 
@@ -345,14 +327,19 @@ class RolloutEngine:
         if not isinstance(prompts, Sized):
             kind = type(prompts).__name__
             raise ValueError(f"prompts must be a list of lists of token ids; got a {kind}")
+        if unknown := options.keys() - RequestOptions.__annotations__.keys():
+            allowed = ", ".join(RequestOptions.__annotations__)
+            raise TypeError(f"requests have no {', '.join(sorted(unknown))}; they have {allowed}")
         with self._lock:
-            ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
-            sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
+            if (ids := options.get("request_ids")) is None:
+                ids = self._requests.made_up_ids(len(prompts))
+            sequences = self._factory.sequences(prompts, sampling, options.get("prompt_ids"), ids)
             self._requests.check(ids, sequences)
+            digest = options.get("weights_digest")
             if self.has_unfinished:
-                self._weights.compare(weights_digest)
+                self._weights.compare(digest)
             else:
-                self._begin(weights_digest, sequences)
+                self._begin(digest, sequences)
             for sequence in sequences:
                 self._requests.add(sequence)
                 self._loop.add(sequence)

@@ -11,10 +11,7 @@ known tokens. One whose prefix another is computing is set aside until that step
 blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
 values of all of them once admitted again.
 
-**Failure**: a sequence with a logprob that is not finite may owe it to blocks that another computed
-(see `BlockManager`), or to a wrong guess behind its last token. Then it starts over alone, without
-blocks of others and without guesses: if it fails again it is by its own tokens. Another sample with
-the same tokens then fails without starting over.
+**Failure**: a sequence with a logprob that is not finite starts over; see `failures`.
 
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
 draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
@@ -29,7 +26,7 @@ from heapq import heapify, heappop, heappush
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.failures import Failures
 from rl_consistency.rollout.sequence import RolloutSequence
 
 _SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
@@ -141,7 +138,7 @@ class Scheduler:
         self._refused_with = 0  # blocks free then, less those kept for others
         self._running: list[RolloutSequence] = []  # in order of admission
         self._num_left = 0  # of these, ended since the list was last cleaned
-        self._hopeless: set[tuple[SamplingParams, tuple[int, ...]]] = set()  # failed by themselves
+        self._failures = Failures()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_waiting = 0
         self._num_arrived = 0
@@ -168,7 +165,7 @@ class Scheduler:
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
     def add(self, sequence: RolloutSequence) -> None:
-        """Queue a sequence that the whole cache can hold (`RequestLimits` checks that)."""
+        """Queue a sequence that the whole cache can hold (`RequestFactory` checks that)."""
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._num_waiting += 1
@@ -233,10 +230,9 @@ class Scheduler:
             num_generated += num_tokens - known
             if sequence.error is not None:
                 self._blocks.distrust(sequence)
-                failed = sequence.params, tuple(sequence.token_ids)
-                if not sequence.num_borrowed_blocks and not chunk.draft:
-                    self._hopeless.add(failed)
-                elif failed not in self._hopeless:
+                alone = not sequence.num_borrowed_blocks and not chunk.draft
+                params, token_ids = sequence.params, sequence.token_ids
+                if self._failures.may_pass_alone(params, token_ids, alone=alone):
                     self._start_over(sequence)
                     continue
             if known == sequence.num_prompt_tokens:

@@ -80,7 +80,7 @@ class RolloutSequence:
     `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
     write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
-    Each field has one writer: `RequestLimits` those up to `speculator`, `append`, `finish` and
+    Each field has one writer: `RequestFactory` those up to `speculator`, `append`, `finish` and
     `reopen` the tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last
     three, and `Scheduler` those between.
     """
@@ -96,7 +96,7 @@ class RolloutSequence:
     speculator: Speculator | None = None  # drafts for this sample; None decodes plainly
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    """Length at which the sample ends by length; `RequestLimits` keeps it within the context."""
+    """Length at which the sample ends by length; `RequestFactory` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     token_routing: list[int] = field(default_factory=list)
