@@ -23,7 +23,7 @@ from rl_consistency.kernels.glu.activation_triton import glu_fwd
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import DECODE
+from rl_consistency.kernels.matmul.schedules import DESCRIBED
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.router.choice_triton import choose_fwd
 from tests.kernels.attention.compile_for_sm90 import compile_only
@@ -85,7 +85,7 @@ def calls():
     for kind in ("tma", "pointer"):
         schedule = next(s for s in GATE_UP if s.kind == kind)
         yield lambda schedule=schedule: gate_up_glu_fwd(x, w, w, "silu", schedule)
-    overlapped = next(s for s in DECODE if s.overlap)
+    overlapped = next(s for s in DESCRIBED if s.overlap)
     yield lambda: matmul_fwd(x, w, None, "nt", BF16, overlapped)
     yield lambda: rms_norm_fwd(x, x, x[0], 1e-6)
     yield lambda: glu_fwd(w, w, "silu")

@@ -22,9 +22,7 @@ from rl_consistency.kernels.gradient_fold.outer_triton import (
     launch_outer,
 )
 from rl_consistency.kernels.gradient_fold.rows_triton import (
-    Schedule as RowSchedule,
-)
-from rl_consistency.kernels.gradient_fold.rows_triton import (
+    RowFoldSchedule,
     gradient_fold_rows,
     launch_rows,
     ordered_tokens,
@@ -33,7 +31,7 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     POINTER,
     TMA,
     WIDE,
-    Schedule,
+    FoldSchedule,
     candidates,
     pick,
 )
@@ -48,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 TOKENS, N, K = 48, 24, 40
 SM90_SHARED = 227 * 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALL = Schedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
+SMALL = FoldSchedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
 
 
 def operands(dtype=torch.float32, tokens=TOKENS):
@@ -68,15 +66,6 @@ def test_outer_matches_fp64(dtype):
     buffer = torch.zeros(N, K)
     gradient_fold_outer(buffer, dy, x, False)
     assert_within(buffer, dy.double().t() @ x.double(), "reduction", torch.float32)
-
-
-@pytest.mark.parametrize("schedule", [*POINTER, *WIDE], ids=str)
-def test_every_pointer_schedule_matches_fp64(schedule):
-    dtype = torch.float32 if schedule in WIDE else torch.bfloat16
-    dy, x = operands(dtype)
-    assert_within(
-        outer(dy, x, [16], schedule), dy.double().t() @ x.double(), "reduction", torch.float32
-    )
 
 
 def test_a_table_holds_what_is_picked_and_nothing_else():
@@ -111,12 +100,6 @@ def test_an_fp64_buffer_of_fp32_operands_keeps_what_fp32_would_lose(schedule):
         span = slice(start, start + 16)
         launch_outer(buffer, dy[span], torch.ones(16, 16), False, schedule)
     assert (buffer == 1.0).all()
-
-
-def test_adding_products_of_cuts_fails_the_same_check():
-    dy, x = operands(torch.bfloat16)
-    added = outer(dy[:16], x[:16]) + outer(dy[16:], x[16:])
-    assert not same_bytes(added, outer(dy, x))
 
 
 def test_outer_takes_any_strides_of_buffer_and_operands():
@@ -200,7 +183,7 @@ def test_ids_beyond_32_bits_are_left_out(ranked):
     expected = found.clone()
     expected[5] += rows[1].float()
     expected[3] += rows[3].float()
-    launch_rows(found, index, rows, RowSchedule(), ranked=ranked)
+    launch_rows(found, index, rows, RowFoldSchedule(), ranked=ranked)
     assert same_bytes(found, expected)
     ids, tokens = ordered_tokens(index, 7, ranked=ranked)
     assert ids.tolist() == [3, 5] + [7] * 6
@@ -211,10 +194,10 @@ def test_ids_beyond_32_bits_are_left_out(ranked):
 @pytest.mark.parametrize(
     "schedule",
     [
-        RowSchedule(),
-        RowSchedule(gap=4, runs=2, block=16, batch=4, narrow=16),
-        RowSchedule(gap=16, runs=1, batch=8),
-        RowSchedule(gap=2, runs=8),
+        RowFoldSchedule(),
+        RowFoldSchedule(gap=4, runs=2, block=16, batch=4, narrow=16),
+        RowFoldSchedule(gap=16, runs=1, batch=8),
+        RowFoldSchedule(gap=2, runs=8),
     ],
     ids=str,
 )
@@ -245,15 +228,6 @@ def test_rows_of_ids_outside_the_table_are_written_nowhere():
             expected[4 + token] += row
     gradient_fold_rows(whole[4:9], index, rows)
     assert same_bytes(whole, expected)
-
-
-def test_rows_added_in_another_order_fail_the_same_check():
-    index = torch.full((40,), 3)
-    rows = probe((40, K))
-    got, reversed_ = torch.zeros(7, K), torch.zeros(7, K)
-    gradient_fold_rows(got, index, rows)
-    gradient_fold_rows(reversed_, index, rows.flip(0))
-    assert not same_bytes(got, reversed_)
 
 
 def test_empty_calls_change_nothing():
