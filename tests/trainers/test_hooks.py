@@ -314,11 +314,3 @@ def test_a_difference_found_before_is_still_logged_and_stops_no_later_step(
     hook = on_a_gpu()
     for _ in range(2):
         assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
-
-
-def test_the_speed_of_stock_training_is_measured_when_asked_for(make_hook, model, rollout):
-    names = {"time/stock_rollout_tokens_per_second", "time/stock_training_tokens_per_second"}
-    metrics = whole_step(make_hook(shadow_every=1, micro_batch_size=2), model, rollout)
-    assert names <= metrics.keys() and all(metrics[name] > 0 for name in names)
-    metrics = whole_step(make_hook(shadow_every=1), model, rollout)
-    assert names & metrics.keys() == {"time/stock_rollout_tokens_per_second"}
