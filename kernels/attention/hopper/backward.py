@@ -76,7 +76,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import PER_CALL, padded
 from rl_consistency.kernels.attention.tiles_triton import BackwardCall, addresses
 from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, tree_fold
 
 

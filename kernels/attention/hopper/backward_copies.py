@@ -27,7 +27,7 @@ from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, copy_r
 from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_bytes
-from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
+from rl_consistency.kernels.core.launch import gluon_descriptor
 
 ENTRY = gl.constexpr(NUMBERS)
 KEYS = gl.constexpr(FIVE_PRODUCTS.keys)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences, from_host
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 
 KEYS, QUERIES = FIVE_PRODUCTS.keys, FIVE_PRODUCTS.rows
 APART = 1.25

@@ -27,7 +27,7 @@ from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, barriers, hea
 from rl_consistency.kernels.attention.schedules import PER_CALL
 from rl_consistency.kernels.attention.tiles_triton import ForwardCall
 from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import remembered
 
 SHORT_KEYS = 8192
 """Longest context for which a program walks over several tiles; measured."""

@@ -24,7 +24,7 @@ from rl_consistency.kernels.attention.hopper.backward_parts import load_rows, wr
 from rl_consistency.kernels.attention.hopper.head_parts import start_scores
 from rl_consistency.kernels.attention.hopper.tiles import barriers, signal, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, SEVEN_PRODUCTS
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import remembered
 
 ROWS = gl.constexpr(SEVEN_PRODUCTS.rows)
 """Queries of a step: those of a row of the statistics."""

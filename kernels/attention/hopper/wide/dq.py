@@ -31,7 +31,7 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     thread_barrier,
 )
 from rl_consistency.kernels.attention.schedules import PER_CALL, SEVEN_PRODUCTS
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import remembered
 
 ROWS = gl.constexpr(SEVEN_PRODUCTS.rows)
 """Queries of a consumer: those of a row of the statistics."""
