@@ -43,9 +43,8 @@ from rl_consistency.kernels.attention.tiles_triton import (
     tile_of,
     visible,
 )
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv, remembered
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)

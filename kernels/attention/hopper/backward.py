@@ -56,9 +56,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences, from_host
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, PER_CALL, chain_bytes, padded
 from rl_consistency.kernels.attention.tiles_triton import BackwardCall, addresses
 from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.grid import cdiv
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
+from rl_consistency.kernels.core.launch import cdiv, gluon_descriptor, remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, tree_fold
 
 APART = 1.25

@@ -57,7 +57,7 @@ from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
 from rl_consistency.kernels.attention.schedules import PER_CALL, PREFILL_HOPPER
 from rl_consistency.kernels.attention.tiles_triton import ForwardCall
 from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import remembered
 
 ROWS = PREFILL_HOPPER.rows
 """Rows of a tile, 64 for each consumer."""

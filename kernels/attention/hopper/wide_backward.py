@@ -49,7 +49,7 @@ from rl_consistency.kernels.attention.hopper.tiles import (
 )
 from rl_consistency.kernels.attention.schedules import PER_CALL, SEVEN_PRODUCTS, padded
 from rl_consistency.kernels.attention.tiles_triton import BackwardCall
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import remembered
 
 ROWS = gl.constexpr(SEVEN_PRODUCTS.rows)
 """Queries of a step or a consumer: those of a row of the statistics."""
