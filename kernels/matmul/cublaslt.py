@@ -28,11 +28,11 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.autograd import PLAIN
 from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.core.findings import Findings, dtype_name, findings_of
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.launch import next_power_of_2
+from rl_consistency.kernels.core.torch_op import PLAIN
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd

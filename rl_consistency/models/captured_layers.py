@@ -28,8 +28,11 @@ from rl_consistency.kernels.attention.op import (
     empty_results,
 )
 from rl_consistency.kernels.core.autograd import once_differentiable
-from rl_consistency.kernels.gradient_fold.backward_passes import adds_to_gradient
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, filled
+from rl_consistency.kernels.gradient_fold.gradient_buffer import (
+    GradientBuffer,
+    adds_to_gradient,
+    filled,
+)
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.graph_cache import GraphPieces, borrowed
 from rl_consistency.models.modules import LayerCall

@@ -10,7 +10,7 @@ import torch
 from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.layout import SHARED_BLOCK, PagedAttention
 from rl_consistency.kernels.attention.schedules import plan_forward
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.models import decoder, modules
