@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_consistency.cli import report, train
+from rl_consistency.cli import plots, report, train
 from rl_consistency.cli.main import main
-from rl_consistency.cli.page import plots
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
