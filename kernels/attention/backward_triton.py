@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
-from rl_consistency.kernels.attention.hopper.wide import backward as wide_backward
+from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
+from rl_consistency.kernels.attention.hopper.wide_backward import attention_wide_bwd
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import (
     KEYS_DESCRIPTORS,
@@ -257,9 +257,9 @@ def attention_bwd(
     if not known or not admits(specialized, layout, do, q, k, v):
         raise ValueError(UNSPECIALIZED)
     if specialized == SEVEN_PRODUCTS:
-        wide_backward.attention_wide_bwd(call)
+        attention_wide_bwd(call)
     else:
-        attention_backward_hopper.attention_hopper_bwd(call)
+        attention_hopper_bwd(call)
     return dq, dk, dv
 
 
