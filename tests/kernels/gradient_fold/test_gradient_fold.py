@@ -10,7 +10,7 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_rows,
     fold_step_sums,
 )
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.parity.bytes import same_bytes
 
 TOKENS = 176

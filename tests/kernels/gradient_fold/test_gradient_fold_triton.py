@@ -33,7 +33,7 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     FoldSchedule,
     pick,
 )
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 
