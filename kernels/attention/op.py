@@ -225,9 +225,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        q, k, v, out, lse = ctx.saved_tensors
-        call = (grad_outputs[0], q, k, v, out, lse, ctx.layout, ctx.scale, ctx.window)
-        return *_backward(*call), None, None, None
+        saved, layout = ctx.saved_tensors, ctx.layout
+        call = (grad_outputs[0], *saved, layout, ctx.scale, ctx.window)
+        if not saved[0].is_cuda:
+            return *attention_cpu_bwd(*call), None, None, None
+        if _observed(grad_outputs[0], *saved[:3]):
+            lists = list(layout.query_starts), list(layout.query_lens)
+            call = (grad_outputs[0], *saved, *lists, ctx.scale, ctx.window)
+            return *attention_packed_bwd(*call), None, None, None
+        return *attention_bwd(*call), None, None, None
 
 
 def _forward(
@@ -240,26 +246,6 @@ def _forward(
         starts, lens = list(layout.query_starts), list(layout.query_lens)
         return attention_packed_fwd(q, k, v, starts, lens, scale, window)
     return attention_fwd(q, k, v, layout, scale, window)
-
-
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PackedSequences,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); `lse` as `_forward` gave it."""
-    if not q.is_cuda:
-        return attention_cpu_bwd(do, q, k, v, out, lse, layout, scale, window)
-    if _observed(do, q, k, v):
-        starts, lens = list(layout.query_starts), list(layout.query_lens)
-        return attention_packed_bwd(do, q, k, v, out, lse, starts, lens, scale, window)
-    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
 
 
 def _observed(*operands: Tensor) -> bool:
