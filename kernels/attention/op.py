@@ -31,10 +31,10 @@ from rl_consistency.kernels.attention.cpu import attention_cpu_bwd, attention_cp
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import lse_dtype
-from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain, unrecorded
+from rl_consistency.kernels.core.autograd import apply, once_differentiable, unrecorded
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.core.torch_op import kernel_op, plain
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16

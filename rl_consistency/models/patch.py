@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.coverage import CoverageTable, coverage

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.gradient_fold.backward_passes import adds_to_gradient
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, filled
+from rl_consistency.kernels.gradient_fold.gradient_buffer import (
+    GradientBuffer,
+    adds_to_gradient,
+    filled,
+)
 
 ELSEWHERE = "Call optimizer.zero_grad() and leave .grad in place, or patch(cuda_graphs=False)."
 

@@ -22,8 +22,9 @@ from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
 )
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.core.autograd import once_differentiable, watched
+from rl_consistency.kernels.core.autograd import once_differentiable
 from rl_consistency.kernels.core.compile_ahead import compiles_only
+from rl_consistency.kernels.core.torch_op import watched
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.matmul.audit import withdrawn_since
 from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of

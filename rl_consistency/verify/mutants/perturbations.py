@@ -24,9 +24,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.pointwise.embedding import embedding
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
-from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import gradient_norm, masked_mean, masked_sum, tree_sum
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs

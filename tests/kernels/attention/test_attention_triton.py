@@ -26,7 +26,7 @@ from rl_consistency.kernels.attention.schedules import (
     pick_specialized,
 )
 from rl_consistency.kernels.attention.tiles_triton import dense
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.checks.paged_calls import chunked, paged_calls

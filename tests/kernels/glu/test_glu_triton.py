@@ -5,9 +5,7 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.pointwise.glu import (
     ACTIVATIONS,
     glu_bwd,
-    glu_bwd_op,
     glu_fwd,
-    glu_fwd_op,
     glu_reference,
 )
 from rl_consistency.parity.bytes import same_bytes
@@ -62,15 +60,3 @@ def test_strides_do_not_matter():
     assert same_bytes(glu_fwd(*strided[:2], "silu"), glu_fwd(gate, up, "silu"))
     found = glu_bwd(strided[2], *strided[:2], "silu")
     assert all(map(same_bytes, found, glu_bwd(dy, gate, up, "silu")))
-
-
-def test_the_ops_of_a_compiler_give_the_bytes_of_the_launchers():
-    gate, up, dy = operands()
-    assert same_bytes(glu_fwd_op(gate, up, "gelu"), glu_fwd(gate, up, "gelu"))
-    expected = glu_bwd(dy, gate, up, "gelu")
-    assert all(map(same_bytes, glu_bwd_op(dy, gate, up, "gelu", False), expected))
-    torch.library.opcheck(
-        torch.ops.rl_consistency.glu_fwd_op.default,
-        (gate, up, "silu"),
-        test_utils="test_faketensor",
-    )

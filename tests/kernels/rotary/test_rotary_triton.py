@@ -5,7 +5,6 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.pointwise.rotary import (
     rotary,
     rotary_fwd,
-    rotary_op,
     rotary_table,
 )
 from rl_consistency.parity.bytes import same_bytes
@@ -48,14 +47,3 @@ def test_a_fused_multiply_add_fails_the_same_check():
     cos64, sin64 = cos.double()[:, None], sin.double()[:, None]
     fused = (first * cos64 - (second * sin64).float().double()).float()
     assert not same_bytes(fused, rotary_fwd(q, k, cos, sin, False)[0].chunk(2, dim=-1)[0])
-
-
-def test_the_op_of_a_compiler_gives_the_bytes_of_the_launcher():
-    q, k, cos, sin = operands()
-    found = rotary_op(q, k, cos, sin, False)
-    assert all(map(same_bytes, found, rotary_fwd(q, k, cos, sin, False)))
-    torch.library.opcheck(
-        torch.ops.rl_consistency.rotary_op.default,
-        (q, k, cos, sin, True),
-        test_utils="test_faketensor",
-    )
