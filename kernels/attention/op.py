@@ -225,15 +225,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        saved, layout = ctx.saved_tensors, ctx.layout
-        call = (grad_outputs[0], *saved, layout, ctx.scale, ctx.window)
-        if not saved[0].is_cuda:
-            return *attention_cpu_bwd(*call), None, None, None
-        if _observed(grad_outputs[0], *saved[:3]):
-            lists = list(layout.query_starts), list(layout.query_lens)
-            call = (grad_outputs[0], *saved, *lists, ctx.scale, ctx.window)
-            return *attention_packed_bwd(*call), None, None, None
-        return *attention_bwd(*call), None, None, None
+        do, (q, k, v, out, lse), layout = grad_outputs[0], ctx.saved_tensors, ctx.layout
+        scores = ctx.scale, ctx.window
+        if not q.is_cuda:
+            found = attention_cpu_bwd(do, q, k, v, out, lse, layout, *scores)
+        elif _observed(do, q, k, v):
+            starts, lens = list(layout.query_starts), list(layout.query_lens)
+            found = attention_packed_bwd(do, q, k, v, out, lse, starts, lens, *scores)
+        else:
+            found = attention_bwd(do, q, k, v, out, lse, layout, *scores)
+        return *found, None, None, None
 
 
 def _forward(
