@@ -107,6 +107,7 @@ def test_samples_of_a_prompt_that_failed_by_itself_do_not_start_over(marked: Any
     assert engine.stats.started_over == 0 and engine.stats.prefix_hit_tokens > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("misleads", [False, True])
 def test_whatever_shares_a_prefix_with_whatever_fails(marked: Any, misleads: bool) -> None:
     """Random prompts that share prefixes, in small caches that preempt, with and without drafts."""

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, build, driver
 from triton.runtime.jit import JITFunction
 
@@ -23,6 +25,7 @@ from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.cublaslt import Key
 
 BF16 = torch.bfloat16
+RUN = JITFunction.run
 
 
 class Device:
@@ -183,6 +186,22 @@ def test_one_thread_compiles(device, launch, shares, monkeypatch):
     use_workers(1 if shares else 4)
     compile_ahead([lambda n=n: launch(n) for n in range(8)])
     assert len({thread for _, thread in device.compiled}) == 1
+
+
+def doubled(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+def test_triton_itself_compiles_for_sm90_in_its_asynchronous_mode(device, monkeypatch):
+    """By Triton's own `run`: a warm-up asks for the kernel alone and launches nothing."""
+    monkeypatch.setattr(JITFunction, "run", RUN)
+    driver.active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+    driver.active.get_current_device = driver.active.get_current_stream = lambda *_: 0
+    launch, x = remembered(JITFunction(doubled)), torch.zeros(64)
+    calls = [lambda n=n: launch[(1,)](x, 64, BLOCK=n) for n in (32, 64, 32)]
+    assert compile_ahead(calls) == 2 and compile_ahead(calls) == 0
+    assert len(device.built) == 2 and not x.any()
 
 
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):
