@@ -23,9 +23,9 @@ from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.op import experts as expert_sum
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.kernels.router.op import route
 from rl_consistency.models.families import SPARSE, modeling
 
 ACTIVATION = "silu"
@@ -173,8 +173,8 @@ def experts_gradient(
 
     def fold() -> Sequence[Tensor]:
         vars(routed).pop("runs", None)  # found once in each backward pass
-        own.fold_gate_up(ours[0], dpacked, x, routed, False)
-        own.fold_down(ours[1], dy, weighted, routed, False)
+        own.fold(ours[0], dpacked, x, routed, dy_by_row=False, fresh=False)
+        own.fold(ours[1], dy, weighted, routed, dy_by_row=True, fresh=False)
         return ours
 
     def multiply_and_add() -> Sequence[Tensor]:

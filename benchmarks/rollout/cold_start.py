@@ -29,7 +29,7 @@ from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import cublaslt
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout import weights
-from rl_consistency.rollout.device import model_runner
+from rl_consistency.rollout.device import rollout_kernels
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ def first_tokens(name: str, workload: Workload, device: torch.device) -> dict[st
     sampling = SamplingParams(max_tokens=workload.longest, ignore_eos=True)
     with (
         patch(model),
-        timed(seconds, "ahead_seconds", model_runner, "compile_ahead"),
+        timed(seconds, "ahead_seconds", rollout_kernels, "compile_ahead"),
         timed(seconds, "compile_seconds", compile_ahead, "_compile"),
         timed(seconds, "certificate_seconds", cublaslt, "compare"),
         timed(seconds, "graph_seconds", DecodeGraphs, "_capture"),

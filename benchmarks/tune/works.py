@@ -18,9 +18,9 @@ from rl_consistency.kernels.gradient_fold import rows_triton as fold_rows
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary
-from rl_consistency.kernels.token_logprobs import backward_triton as logprobs_backward
+from rl_consistency.kernels.token_logprobs import head_triton as logprobs_head
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
 from rl_consistency.tuning.products import fold, product
 from rl_consistency.tuning.row_ops import (
@@ -148,7 +148,7 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
 
     def gradient(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
         written = room[:, :VOCABULARY]
-        logprobs_backward.token_row_gradient(matmul_nt(hidden, weight), table, written, True)
+        logprobs_head.token_row_gradient(matmul_nt(hidden, weight), table, written, True)
         return written
 
     for rows, width in LOGPROB_SHAPES:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import hypot, inf
+from math import ceil, hypot, inf
 from typing import Literal
 
 import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 
 REGISTERS = 65536
@@ -82,7 +82,7 @@ class FoldSchedule:
     def tiles(self, n: int, k: int) -> int:
         """Tiles of an [n, k] gradient."""
         tile_n, tile_k = self.tile
-        return cdiv(n, tile_n) * cdiv(k, tile_k)
+        return ceil(n / tile_n) * ceil(k / tile_k)
 
 
 def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:

@@ -7,15 +7,14 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.cases import case as op_setup
-from rl_consistency.cases import launches
 from rl_consistency.cases.case import TINY_SHAPES, Heads
 from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.experts import route as router_schedules
 from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.router import schedules as router_schedules
 from rl_consistency.verify.checks import routing_schedules as routing_schedule_checks
 from rl_consistency.verify.checks import row_schedules as row_schedule_checks
 from rl_consistency.verify.checks import schedules as schedule_checks
@@ -45,20 +44,19 @@ def few(monkeypatch):
     """Small enough for the interpreter."""
     monkeypatch.setattr(schedule_checks, "LENGTHS", (1, 18))
     # On CPU tensors the public functions are the CPU's own schedules.
-    for module in (schedule_checks, launches):
-        monkeypatch.setattr(
-            module,
-            "matmul_nt",
-            lambda a, b, *, bias, out_dtype: matmul_fwd(a, b, bias, "nt", out_dtype),
-        )
+    monkeypatch.setattr(
+        schedule_checks,
+        "matmul_nt",
+        lambda a, b, *, bias, out_dtype: matmul_fwd(a, b, bias, "nt", out_dtype),
+    )
     monkeypatch.setattr(
         schedule_checks,
         "matmul_nn",
         lambda a, b, *, out_dtype: matmul_fwd(a, b, None, "nn", out_dtype),
     )
     tables = {
-        matmul_schedules: {"POINTER_FP32": 4},
-        launches.few_rows: {"QKV": 3, "GATE_UP": -3},
+        schedule_checks.matmul_schedules: {"POINTER_FP32": 4},
+        schedule_checks.few_rows_schedules: {"QKV": 3, "GATE_UP": -3},
         schedule_checks.attention_schedules: {
             "PREFILL": -2,
             "DECODE": -2,
@@ -129,11 +127,7 @@ def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "check",
-    [*PRODUCTS, *(pytest.param(check, marks=pytest.mark.thorough) for check in EXPERTS)],
-    ids=lambda c: c.__name__,
-)
+@pytest.mark.parametrize("check", PRODUCTS + EXPERTS, ids=lambda c: c.__name__)
 def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
     for module in (schedule_checks, routing_schedule_checks, op_setup):
         monkeypatch.setattr(module, "probe", integers)
@@ -176,7 +170,6 @@ ALONE = {
     "logits_bwd": routing_schedule_checks.check_router_schedules,
     "product_fwd": routing_schedule_checks.check_expert_schedules,
     "gate_up_fwd": routing_schedule_checks.check_expert_schedules,
-    "few_rows_fwd": routing_schedule_checks.check_expert_schedules,
     "combine_fwd": routing_schedule_checks.check_expert_schedules,
     "pair_bwd": routing_schedule_checks.check_expert_gradient_schedules,
     "fold_runs": routing_schedule_checks.check_expert_gradient_schedules,

@@ -21,7 +21,7 @@ from benchmarks.ops.experts import (
 from benchmarks.ops.routing import Routing, drawn_routing, routed_inputs
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.cpu import route_rows
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.experts.route import route
 from tests.benchmarks.ops.test_op_cases import SPARSE, Machine
 
 CPU = torch.device("cpu")

@@ -11,10 +11,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_consistency.kernels.core import autograd, torch_op
-from rl_consistency.kernels.core.autograd import at_backward_errors, observed, once_differentiable
-from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
+from rl_consistency.kernels.core.autograd import at_backward_errors, once_differentiable
+from rl_consistency.kernels.core.torch_op import observed
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums
 from rl_consistency.kernels.linear.op import linear
+from rl_consistency.kernels.pointwise.embedding import embedding_fwd
 
 X, WEIGHT = torch.randn(5, 16), torch.randn(8, 16)
 
@@ -154,9 +155,9 @@ def test_a_tensor_without_values_is_dispatched_to_the_fake():
 
 def test_a_kernel_reads_numbers_and_plain_tensors_only():
     two = TwoTensor(X, X)
-    assert autograd.plain([X, nn.Parameter(X), None, 2, 0.5, True, "nt", torch.float32])
+    assert torch_op.plain([X, nn.Parameter(X), None, 2, 0.5, True, "nt", torch.float32])
     for other in (two, nn.Parameter(two), X.to("meta"), [X], [two]):
-        assert not autograd.plain([X, other])
+        assert not torch_op.plain([X, other])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

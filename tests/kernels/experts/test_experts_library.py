@@ -16,10 +16,10 @@ from rl_consistency.kernels.experts.library import (
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
-from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from tests.kernels.experts.cases import parameters
@@ -144,6 +144,7 @@ def test_every_third_call_is_audited_and_a_difference_withdraws(on_this_machine,
     assert not takes(weights, "nt", PAIRS)
 
 
+@pytest.mark.thorough
 def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch):
     router, gate_up, down = (
         w.detach() for w in parameters(torch.bfloat16, experts=8, hidden=64, width=48)
@@ -158,8 +159,8 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
             dy, routed, weights, gate_up, down, packed, "silu"
         )
         folds = [torch.empty(w.shape) for w in (gate_up, down)]
-        cuda.fold_gate_up(folds[0], dpacked, x, routed, True)
-        cuda.fold_down(folds[1], dy, weighted, routed, True)
+        cuda.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=True)
+        cuda.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=True)
         return [y, dx, dweights, *folds]
 
     by_library = results()

@@ -3,19 +3,19 @@ import torch
 import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm import backward_triton
-from rl_consistency.kernels.rms_norm.backward_triton import fits, rms_norm_bwd, rms_norm_bwd_op
-from rl_consistency.kernels.rms_norm.forward_triton import (
+from rl_consistency.kernels.reduction.sums import tree_sum
+from rl_consistency.kernels.rms_norm import norm_triton
+from rl_consistency.kernels.rms_norm.norm_triton import (
     Rows,
+    fits,
+    rms_norm_bwd,
     rms_norm_fwd,
-    rms_norm_fwd_op,
     rows_of,
 )
 from rl_consistency.kernels.rms_norm.schedules import (
     MAX_WIDTH,
     NARROW,
-    Schedule,
+    NormSchedule,
     block_width,
     pick_forward,
 )
@@ -87,7 +87,7 @@ def test_narrow_rows_are_the_order_as_bytes(shape, dtype):
 def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     taken = []
     kernel = {(i,): lambda *operands, **options: taken.append(options) for i in range(99)}
-    monkeypatch.setattr(backward_triton, "_narrow_kernel", kernel)
+    monkeypatch.setattr(norm_triton, "_narrow_kernel", kernel)
 
     def takes(x, heads, *schedule):
         taken.clear()
@@ -101,7 +101,7 @@ def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     assert not takes(x[:, :4], 2)
     assert not takes(x, 1)
     assert not takes(torch.ones(2, 3, 264), 3)
-    assert not takes(x, 6, Schedule(4))
+    assert not takes(x, 6, NormSchedule(4))
 
 
 def test_what_the_kernel_of_narrow_rows_cannot_address():
@@ -125,7 +125,7 @@ def test_chunks_that_are_no_power_of_two_of_rows_go_side_by_side():
     rstd = rms_norm_fwd(x, None, weight, EPS)[2]
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 3, True)
     for split in (2, 8):
-        schedule = Schedule(4, split=split)
+        schedule = NormSchedule(4, split=split)
         found = rms_norm_bwd(dy, None, x, weight, rstd, 3, True, schedule)
         assert all(map(same_bytes, found, expected))
 
@@ -150,24 +150,6 @@ def test_nothing_gives_nothing():
     assert (y.shape, total.numel(), rstd.numel()) == ((0, 8), 0, 0)
     dx, sums = rms_norm_bwd(y, None, y, weight, rstd, 1, True)
     assert (dx.shape, sums.shape) == ((0, 8), (0, 8))
-
-
-def test_the_ops_of_a_compiler_give_the_bytes_of_the_launchers():
-    x, weight = probe((TOKENS, 24)), probe((24,), seed=1)
-    y, _, rstd = rms_norm_fwd(x, x, weight, EPS)
-    assert same_bytes(rms_norm_fwd_op(x, x, weight, EPS)[0], y)
-    expected = rms_norm_bwd(x, None, x, weight, rstd, 1, True)
-    assert all(map(same_bytes, rms_norm_bwd_op(x, None, x, weight, rstd, 1, True), expected))
-    torch.library.opcheck(
-        torch.ops.rl_consistency.rms_norm_fwd_op.default,
-        (x, None, weight, EPS),
-        test_utils="test_schema",
-    )
-    torch.library.opcheck(
-        torch.ops.rl_consistency.rms_norm_fwd_op.default,
-        (x, x, weight, EPS),
-        test_utils="test_faketensor",
-    )
 
 
 def test_rows_wider_than_a_program_are_refused():

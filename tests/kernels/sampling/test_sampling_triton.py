@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
-from rl_consistency.kernels.sampling import philox_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.sampler import sample
@@ -113,7 +112,7 @@ def test_uniforms_of_another_form_are_refused():
 
 def test_numbers_of_rows_share_a_compiled_kernel():
     """Else a new process compiles three: one row, multiples of 16, and others."""
-    kernels = [philox_triton.uniforms_kernel, sampling_triton.weights_kernel]
+    kernels = [sampling_triton.uniforms_kernel, sampling_triton.weights_kernel]
     kernels += [sampling_triton.pick_kernel, sampling_triton.logprobs_kernel]
     for kernel in kernels:
         assert "num_rows" in (kernel.kwargs["do_not_specialize"] or ()), kernel.__name__

@@ -2,9 +2,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
+from rl_consistency.kernels.experts.route import (
+    choose_fwd,
+    route,
+)
 from rl_consistency.kernels.matmul.op import matmul_nt
-from rl_consistency.kernels.router.choice_triton import choose_fwd
-from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -38,14 +40,3 @@ def test_a_logit_that_is_not_finite_fails_its_row_alone():
     assert bool((ids[:, 1:] > ids[:, :-1]).all())
     assert int(ids.min()) >= 0 and int(ids.max()) < 128
     assert same_bytes(weights[[0, 2]], expected[[0, 2]])
-
-
-def test_the_registered_ops_say_shapes_without_data():
-    logits, dweights = probe((9, 128)).to(DEVICE), probe((9, TOP_K)).to(DEVICE)
-    ops = torch.ops.rl_consistency
-    for normalize in (True, False):
-        torch.library.opcheck(ops.router_choice_op.default, (logits, TOP_K, normalize))
-    ids, weights, p = choose_fwd(logits, TOP_K, False)
-    torch.library.opcheck(
-        ops.router_logits_bwd_op.default, (dweights, ids, weights, p, 128, torch.bfloat16)
-    )

@@ -1,0 +1,291 @@
+"""The layers of a decoder and its final norm, captured forward and backward for a number of rows.
+
+Attention lies between the graphs, since its grids differ from batch to batch. Everything else is
+captured as autograd runs it, so a replay computes what the ops would compute one by one. Rows past
+those of a batch hold zeros, and so do their gradients: they add nothing to any fold.
+
+Graphs fold into accumulators at fixed addresses, lent to one pass after another. A graph continues
+those it was captured with. Before a replay they hold what the pass goes on from, and afterwards
+they are what it hands to autograd. From the second micro-batch of a step on `.grad` lies in them
+already, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.op import (
+    attention_gradients_into,
+    attention_into,
+    empty_results,
+)
+from rl_consistency.kernels.core.autograd import once_differentiable
+from rl_consistency.kernels.gradient_fold.gradient_buffer import (
+    GradientBuffer,
+    adds_to_gradient,
+    filled,
+)
+from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.models.graph_cache import GraphPieces, borrowed
+from rl_consistency.models.modules import LayerCall
+
+Layers = Callable[[Tensor, LayerCall], Tensor]
+"""(hidden [1, R, H], call) -> hidden [1, R, H] after the layers and the final norm."""
+
+ELSEWHERE = "Call optimizer.zero_grad() and leave .grad in place, or patch(cuda_graphs=False)."
+
+
+class Place(Protocol):
+    """Where graphs are captured, see `GraphPlace`."""
+
+    def warming(self) -> AbstractContextManager[None]: ...
+
+    def pieces(self) -> GraphPieces: ...
+
+    def use(self) -> AbstractContextManager[None]:
+        """Inside the block replays are queued, behind those on other streams."""
+        ...
+
+
+class Padded:
+    """Memory for `rows` rows, of which a batch has the first ones and the others hold zeros."""
+
+    def __init__(self, like: Tensor, rows: int) -> None:
+        self.rows = like.new_zeros(1, rows, *like.shape[2:])
+        self._used = 0
+
+    def load(self, values: Tensor) -> None:
+        """Queue a copy of [1, r, ...], and zeros where a longer batch was."""
+        used = values.shape[1]
+        before, self._used = self._used, max(used, self._used)
+        self.rows[:, :used].copy_(values)
+        if used < before:
+            self.rows[:, used:before].zero_()
+        self._used = used
+
+
+class CapturedGradients:
+    """The accumulators of some parameters, of one use each."""
+
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self.parameters = [buffer.parameter for buffer in buffers]
+        self._buffers = buffers
+        self._own = [filled(parameter, zeroed=True) for parameter in self.parameters]
+        self._alone = [_references(own) for own in self._own]
+        self._places = {own.data_ptr() for own in self._own}
+
+    @contextmanager
+    def folded_into(self) -> Iterator[None]:
+        """Have the folds inside the block, which is captured, continue the accumulators."""
+        with ExitStack() as stack:
+            for buffer, own in zip(self._buffers, self._own, strict=True):
+                stack.enter_context(buffer.folding_into(own))
+            yield
+
+    def fold(
+        self, op: int, nodes: Sequence[Any], replay: Callable[[], None]
+    ) -> list[Tensor | None]:
+        """Run `replay` in the backward pass that goes on; what a backward function returns for each
+        parameter. `op` is autograd's number of that function, `nodes` where the gradients go."""
+        zeroed: list[Tensor] = []
+        loads, stores, restores = _Copies(), _Copies(), _Copies()
+        if {own.data_ptr() for own in self._own} != self._places:
+            raise ValueError(f"the memory of a gradient was resized. {ELSEWHERE}")
+        results: list[Tensor | None] = []
+        for i, (buffer, own, node) in enumerate(zip(self._buffers, self._own, nodes, strict=True)):
+            accumulates = adds_to_gradient(node) if self.parameters[i].requires_grad else None
+            found = None if accumulates is None else buffer.begin(op, accumulates)
+            if found is not None and found.data_ptr() == own.data_ptr():
+                results.append(found)
+                continue
+            if found is not None and found.data_ptr() in self._places:
+                raise ValueError(f"a parameter was given the gradient of another one. {ELSEWHERE}")
+            # Somebody has what an earlier pass was given: `.grad`, or a caller who kept it.
+            lent = _references(own) != self._alone[i]
+            if lent:
+                kept = own.clone()
+            if found is None:
+                zeroed.append(own)
+            else:
+                loads.add(own, found)
+            result = found
+            if accumulates is None:
+                result = None
+            elif found is not None:
+                stores.add(found, own)
+            elif lent:
+                result = torch.empty_like(own)
+                stores.add(result, own)
+            else:
+                result = own.data  # an alias with a version of its own, which autograd looks at
+            results.append(result)
+            if lent:
+                restores.add(own, kept)
+        try:
+            for group in by_dtype(zeroed):
+                torch._foreach_zero_(group)  # pyright: ignore[reportPrivateImportUsage]
+            loads.run()
+            replay()
+            stores.run()
+        finally:
+            restores.run()  # whatever happened, what others hold is theirs
+        return [
+            None if result is None else buffer.finish(result)
+            for buffer, result in zip(self._buffers, results, strict=True)
+        ]
+
+
+class _Copies:
+    """Copies that are made one after another, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, to: Tensor, source: Tensor) -> None:
+        self._pairs.append((to, source))
+
+    def run(self) -> None:
+        for to, source in self._pairs:
+            to.copy_(source)
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lists that one launch each can take."""
+    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.dtype].append(tensor)
+    return list(found.values())
+
+
+def _references(tensor: Tensor) -> int:
+    """Tensors over this memory, and what it takes to ask."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+class CapturedLayers:
+    """One number of rows. What a forward replay leaves is gone after the backward replay."""
+
+    def __init__(
+        self,
+        rows: int,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        gradients: CapturedGradients,
+    ) -> None:
+        self.gradients = gradients
+        self._hidden, self._gradient = Padded(hidden.detach(), rows), Padded(hidden.detach(), rows)
+        self._angles = [Padded(angle.unsqueeze(0), rows) for angle in angles]
+        self._forward: GraphPieces | None = None
+        self._backward: GraphPieces | None = None
+
+    def capture(self, layers: Layers, place: Place) -> None:
+        """Capture both passes of `layers`. The runs before it compile kernels and certify products,
+        which a capture must not do."""
+        forward, backward = place.pieces(), place.pieces()
+        found: list[Tensor] = []
+        with (
+            torch.enable_grad(),
+            # In autograd's own threads nothing would be captured.
+            torch.autograd.set_multithreading_enabled(False),
+            certified_to_the_row(),
+            self.gradients.folded_into(),
+        ):
+            with place.warming():
+                for _ in range(2):
+                    self._go_backward(self._run(layers, _Seam(None, None)))
+            seam = _Seam(forward, backward)
+            forward.capture(lambda: found.append(self._run(layers, seam)))
+            self._result = borrowed(found[0])
+            backward.capture(lambda: found.append(self._go_backward(found[0])))
+            self._dhidden = borrowed(found[1])
+        self._forward, self._backward, self._place = forward, backward, place
+
+    def _run(self, layers: Layers, seam: _Seam) -> Tensor:
+        """The layers as autograd records them."""
+        self._leaf = self._hidden.rows.detach().requires_grad_()
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, _: int, scale: float, window: int | None
+        ) -> Tensor:
+            return _Attention.apply(q, k, v, seam, {"scale": scale, "window": window})
+
+        cos, sin = (angle.rows[0] for angle in self._angles)
+        return layers(self._leaf, LayerCall((cos, sin), PackedSequences.interrupted(attend)))
+
+    def _go_backward(self, result: Tensor) -> Tensor:
+        # For parameters autograd would wait for the streams that they were used on. Without asking
+        # for them they are folded all the same.
+        return torch.autograd.grad(result, self._leaf, self._gradient.rows)[0]
+
+    def forward(
+        self, hidden: Tensor, angles: tuple[Tensor, Tensor], layout: PackedSequences
+    ) -> Tensor:
+        """[1, r, H] of hidden states [1, r, H] and angles [r, D/2] each."""
+        assert self._forward is not None
+        with self._place.use():
+            self._hidden.load(hidden)
+            for memory, values in zip(self._angles, angles, strict=True):
+                memory.load(values.unsqueeze(0))
+            self._forward.replay(layout)
+            return self._result[:, : hidden.shape[1]].clone()
+
+    def backward(self, gradient: Tensor, layout: PackedSequences) -> Tensor:
+        """The gradient of the hidden states [1, r, H]; the parameters' go where they are folded."""
+        assert self._backward is not None
+        with self._place.use():
+            self._gradient.load(gradient)
+            self._backward.replay(layout)
+            return self._dhidden[:, : gradient.shape[1]].clone()
+
+
+class _Seam:
+    """The graphs that attention lies between; None in a run that is not captured."""
+
+    def __init__(self, forward: GraphPieces | None, backward: GraphPieces | None) -> None:
+        self.forward, self.backward = forward, backward
+
+
+class _Attention(torch.autograd.Function):
+    """Memory for attention's results and gradients, which it fills between two graphs."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seam, numbers):
+        results = empty_results(q)
+        if seam.forward is None:
+            _fill_with_zeros(*results)
+        else:
+            operands = [borrowed(x) for x in (q, k, v)]
+            into = tuple(borrowed(x) for x in results)
+            seam.forward.interrupt(partial(attention_into, into, *operands, **numbers))
+        ctx.save_for_backward(q, k, v, *results)
+        ctx.seam, ctx.numbers = seam, numbers
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        q, k, v, *results = ctx.saved_tensors
+        gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        if ctx.seam.backward is None:
+            _fill_with_zeros(*gradients)
+        else:
+            operands: list[Any] = [borrowed(x) for x in (grad_outputs[0], q, k, v)]
+            operands.append(tuple(borrowed(x) for x in results))
+            into = tuple(borrowed(x) for x in gradients)
+            ctx.seam.backward.interrupt(
+                partial(attention_gradients_into, into, *operands, **ctx.numbers)
+            )
+        return *gradients, None, None
+
+
+def _fill_with_zeros(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.zero_()
