@@ -28,8 +28,8 @@ from benchmarks.suite import Suites, code_meta, measure, own_winners, run_meta, 
 from benchmarks.timing import Machine
 from benchmarks.train import named_training_suites, random_training_suites, training_suites
 from benchmarks.trl import trl_suites
-from rl_consistency.cli.output_file import require_writable, write_whole
 from rl_consistency.cli.verify import chosen_device
+from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 from rl_consistency.verify.checks.accuracy import accuracy_rows, long_fold_rows
 
@@ -150,7 +150,7 @@ def _accuracy(args: argparse.Namespace) -> int:
         sizes = f"{row['op']} {row['dtype']} {row['size']} {row['quantity']}"
         print(f"{sizes}: {row['ours']:.3e} and {row['stock']:.3e}, ratio {row['ratio']:.3f}")
     if args.json is not None:
-        write_whole(args.json, json.dumps(content, indent=1) + "\n")
+        write_output(args.json, json.dumps(content, indent=1) + "\n")
     over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too
     for row in over:
         print(f"above {ERROR_GROWTH_LIMIT}: {row}", file=sys.stderr)

@@ -22,7 +22,7 @@ from benchmarks.recipe import phase_medians, recipe_steps
 from benchmarks.rollout.workload import Workload
 from benchmarks.suite import Suites, cases
 from benchmarks.timing import Machine, against_stock, held_by_graphs
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.models.packing import PackedBatch
@@ -129,7 +129,7 @@ def sum_round(bench: Machine, ranks: int, gigabytes: int) -> dict[str, Any]:
 
 
 def _sums(world: World, size: int) -> dict[str, dict[str, float]]:
-    total = OrderedSum(world, LeafOrder(world.size))
+    total = OrderedSum(world, PartOrder(world.size))
     buckets, numel = size // BUCKET_BYTES, BUCKET_BYTES // 4
     vectors = [torch.ones(numel, device=world.device) for _ in range(buckets)]
     outs = [vector.new_empty(len(vector) // world.size) for vector in vectors]
@@ -175,7 +175,7 @@ def _steps(
         for name in ("ours", "stock"):
             policy: Any = build_preset(model, torch.bfloat16, device=world.device).train()
             stack.enter_context(patch(policy, grad_dtype=torch.float32))
-            order = LeafOrder(world.size)
+            order = PartOrder(world.size)
             ranks = STRATEGIES[strategy](world, order, policy, ordered=name == "ours")
             runs[name] = _step_of(ranks, policy.config.vocab_size, [length] * sequences)
         found: dict[str, Any] = by_turns(world, runs, rounds)

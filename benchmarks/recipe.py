@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.make_random_model import main as make_random_model
 from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Machine, against_stock
-from rl_consistency.cli.output_file import write_whole
+from rl_consistency.numerics.files import write_output
 from rl_consistency.numerics.strict import strict
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
@@ -48,7 +48,7 @@ def recipe_steps(
     folder, leaves = Path(place), training.pop("gradient_leaves", 1)
     rows = random_prompts(steps * workload.groups, workload.prompt_len)
     data = folder / f"prompts{len(rows)}.jsonl"  # which every rank writes
-    write_whole(data, "\n".join(json.dumps(row | {"answer": "none"}) for row in rows))
+    write_output(data, "\n".join(json.dumps(row | {"answer": "none"}) for row in rows))
     tree = {
         "run": {"name": name, "device": device, "output_dir": str(folder / name)},
         "policy": {"path": f"{place}/model", "dtype": "bfloat16"},

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks.peers import installed
 from benchmarks.timing import UNAVAILABLE, Machine
-from rl_consistency.cli.output_file import write_whole
-from rl_consistency.kernels.core.cache import tuned_schedules
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core import findings
+from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
+from rl_consistency.numerics.files import write_output
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = (*UNAVAILABLE, ArithmeticError, LookupError, OSError)
@@ -96,14 +96,14 @@ def gradients(
 
 
 @contextmanager
-def own_winners(device: torch.device) -> Iterator[TunedSchedules]:
+def own_winners(device: torch.device) -> Iterator[Findings]:
     """Inside the block the device has the winners of an empty store in memory, and those kept in
     it; the user's come back behind it."""
-    store = TunedSchedules(None, {})
-    with attribute.dict(tuned_schedules._by_device, {device: store}):
-        tuned_schedules.forget_picks()
+    store = Findings(None, {})
+    with attribute.dict(findings._by_device, {device: store}):
+        findings.forget_picks()
         yield store
-    tuned_schedules.forget_picks()
+    findings.forget_picks()
 
 
 def measure(
@@ -116,7 +116,7 @@ def measure(
             rows.append(measured(suite, case, machine))
             print(line(rows[-1]), flush=True)
             if file is not None:
-                write_whole(file, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+                write_output(file, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         if figures := summary([row for row in rows if row["suite"] == suite]):
             print(f"{suite}: {figures}", flush=True)
     return rows

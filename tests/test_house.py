@@ -14,7 +14,8 @@ PACKAGE = "rl_consistency"
 
 FLOORS = (
     ("kernels",),
-    ("numerics", "files"),
+    ("cases",),
+    ("numerics",),
     ("models",),
     ("rollout",),
     ("parity",),
@@ -47,7 +48,7 @@ DEVICES = ("cpu", "triton", "hopper")
 MOST_LINES = 500
 """Lines of a file; a kernel that is one idea may take more."""
 MOST_LINES_OF_A_KERNEL = 800
-NUMERIC_CORE = ("kernels", "numerics", "models", "rollout", "parity")
+NUMERIC_CORE = ("kernels", "cases", "numerics", "models", "rollout", "parity")
 ADAPTER_ONLY = {"deepspeed", "wandb", "trl"}
 
 

@@ -5,12 +5,12 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer, TrainingArguments
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (9, 33, 21, 16, 40, 5)
 

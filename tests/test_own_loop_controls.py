@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models import decoder
 from rl_consistency.models.modules import CanonicalModule
@@ -11,7 +12,6 @@ from rl_consistency.models.scoring import scored_rows
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 SEQUENCES = probe_tokens((9, 33, 21, 16), 61)
 

@@ -14,7 +14,7 @@ import rl_consistency
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     *("kernels", "numerics", "files", "models", "rollout", "parity", "distributed"),
-    *("integrations", "trainers", "verify", "tuning", "cli"),
+    *("integrations", "trainers", "cases", "verify", "tuning", "cli"),
 )
 
 
@@ -121,6 +121,11 @@ def test_the_wheel_brings_every_recipe(wheel):
         f"rl_consistency/recipes/{file.relative_to(recipes)}" for file in recipes.rglob("*.yaml")
     }
     assert packed == shipped and shipped
+
+
+def test_the_wheel_brings_the_findings_that_are_shipped(wheel):
+    packed = zipfile.ZipFile(wheel).read("rl_consistency/kernels/core/shipped_findings.json")
+    assert packed == (ROOT / "kernels" / "core" / "shipped_findings.json").read_bytes()
 
 
 def test_the_wheel_declares_its_command_and_licence(wheel):

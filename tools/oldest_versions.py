@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "grpo_arithmetic_tiny_cpu.yaml"
 KEPT = ("torch", "triton")
 """Too large to be installed once more. The recorded GPU runs used torch 2.11 and triton 3.6."""
-TESTS = ("tests/trainers/config/test_config.py", "tests/trainers/test_policy_shards.py")
+TESTS = ("tests/trainers/config/test_config.py", "tests/trainers/test_policy.py")
 """Tests that ask most of the packages: pydantic's errors, transformers' loading."""
 ALONE = ("accelerate",)
 """Installed without dependencies: theirs is torch."""

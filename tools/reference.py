@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_consistency.trainers.config.learning_sections import SAMPLING_KEYS
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.config.rollout_section import SAMPLING_KEYS
 from rl_consistency.trainers.metric_reference import METRICS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

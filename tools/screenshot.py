@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
-from rl_consistency.cli.page.report import render
+from rl_consistency.cli.report import render
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "img" / "report.png"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

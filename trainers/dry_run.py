@@ -1,18 +1,24 @@
-"""A recipe tried out: all of it is built and checked, and one small step is taken of it."""
+"""A recipe tried out: all of it is built and checked, and one small step is taken of it.
+
+From that step the memory is estimated that the whole recipe needs on one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
+from rl_consistency.models.captured.layer_graphs import layers_op_by_op
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.memory import activations, available_bytes, memory_told, resident
 
 MOST_TOKENS = 16
 """Most tokens of a completion."""
@@ -61,7 +67,7 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
         try:
             return _changed(config, changes)
         except ValidationError:
-            continue  # the batch is cut into updates and leaves
+            continue  # the batch is cut into updates and parts
     changes["rollout"]["prompts_per_step"] = config.rollout.prompts_per_step
     return _changed(config, changes)
 
@@ -91,3 +97,112 @@ def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
         f"tokens    {differing} of {metrics['consistency/tokens']} differ",
         f"rewards   {', '.join(rewards)}",
     ]
+
+
+REMEDY = (
+    "lower training.micro_batch_size, give rollout.num_kv_blocks a smaller number, or set "
+    "policy.gradient_checkpointing; no bit depends on them"
+)
+
+
+def memory_told(parts: Mapping[str, int], available: int | None) -> list[str]:
+    """Lines about bytes by what takes them, and their sum against what a process may have.
+
+    `available` is None where that is not known; the activations are then not among the parts.
+    """
+    total = sum(parts.values())
+    each = ", ".join(f"{name} {shown(count)}" for name, count in parts.items() if count)
+    lines = [f"memory    of the whole recipe on one process, estimated: {each}"]
+    if available is None:
+        return [*lines, f"          together {shown(total)}, and activations"]
+    lines.append(f"          together {shown(total)} of {shown(available)} that the GPU has for it")
+    return lines if total <= available else [*lines, f"WARNING: that does not fit: {REMEDY}"]
+
+
+def extrapolated(size: int, small: tuple[int, int], large: tuple[int, int]) -> int:
+    """Bytes at `size` on the line through two measured (size, bytes), one larger than the other."""
+    slope = max(large[1] - small[1], 0) / (large[0] - small[0])
+    return max(round(large[1] + slope * (size - large[0])), 0)
+
+
+def resident(run: Any, kv_cache: int) -> dict[str, int]:
+    """Bytes by what stays from step to step, after a step of `run`; and the gradients."""
+    parts = {
+        "weights": sum_bytes(run.model.parameters()),
+        "fp32 gradients": 4 * sum(run.ranks.numels.values()),
+        "optimizer": sum_bytes(run.optimizer.tensors().values()),
+    }
+    if run.reference is not None:
+        parts["reference"] = sum_bytes(run.reference.model.parameters())
+    if run.critic is not None:
+        kept = run.critic.saved().values()
+        parts["critic and its optimizer"] = sum(sum_bytes(part.values()) for part in kept)
+    return parts | {"KV cache": kv_cache}
+
+
+def activations(run: Any, recipe: RunConfig) -> dict[str, int]:
+    """Bytes of a training pass on a GPU over the most and longest sequences of `recipe`.
+
+    Passes over an eighth and a quarter of the tokens are measured: a part of the memory does not
+    grow. ValueError where there is no room for these.
+    """
+    size, length = largest_pass(recipe)
+    share = recipe.data.max_prompt_tokens / length
+    try:
+        measured = [
+            (short, _peak(run, size, short, max(int(short * share), 1)))
+            for short in (max(length // 8, 2), max(length // 4, 3))
+        ]
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"a quarter of a pass over {size} sequences of {length} tokens does not fit into the "
+            f"GPU's memory: {REMEDY}."
+        ) from error
+    return {f"activations of {size * length:,} tokens": extrapolated(length, *measured)}
+
+
+def largest_pass(recipe: RunConfig) -> tuple[int, int]:
+    """Most sequences of a training pass, and the most tokens of one."""
+    sampling, updates = recipe.sampling, recipe.algorithm.updates_per_rollout
+    update = recipe.rollout.prompts_per_step * sampling.n // updates
+    part = -(-update // recipe.consistency.gradient_leaves.count)
+    length = recipe.data.max_prompt_tokens + sampling.max_tokens
+    return min(recipe.training.micro_batch_size, part), length
+
+
+def _peak(run: Any, size: int, length: int, prompt: int) -> int:
+    """Bytes that passes of `size` sequences allocate beside one gradient of each parameter."""
+    device, ranks = run.model.device, run.ranks
+    token = run.train_set.prompts[0][0]
+
+    def backward(batch: range, is_filler: bool) -> None:
+        given = {"prompt_lengths": [prompt] * size, "sampling": run.config.sampling}
+        scored = token_logprobs(ranks.model, [[token] * length] * size, **given)
+        ranks.backward(scored.logprobs.sum())
+
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    # Two passes a part: in the second one the gradients are there as well. Replayed layers allocate
+    # nothing: their activations lie in memory of the graphs.
+    with layers_op_by_op():
+        ranks.accumulate(2 * size * ranks.order.count, size, backward)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    ranks.drop_gradients()
+    return peak - 4 * sum(ranks.numels.values())
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """What this process has of a GPU and may still get; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def sum_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all tensors together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def shown(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

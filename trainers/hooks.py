@@ -347,7 +347,7 @@ class ConsistencyHook:
             message = (
                 "library matrix products differ from the canonical order in "
                 f"{report.differing} sampled elements ({report.audited} of {report.calls} calls "
-                f"were sampled); withdrawn: {', '.join(report.struck)}. Continue from the last "
+                f"were sampled); withdrawn: {', '.join(report.withdrawn)}. Continue from the last "
                 "checkpoint (--resume), which will not use them"
             )
             self._drifted(step, message, metrics)

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.trainers.config.policy_sections import (
+from rl_consistency.trainers.config.sections import (
     BuildSection,
     PolicySection,
     TokenizerSection,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -12,11 +13,10 @@ from uuid import uuid4
 import torch
 from accelerate import Accelerator
 
-from rl_consistency.distributed.digests import require_same_facts
-from rl_consistency.distributed.world import World
-from rl_consistency.files.unfinished import remove_leftovers
+from rl_consistency.distributed.world import World, require_same_facts
 from rl_consistency.models.patch import patch
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
+from rl_consistency.numerics.files import remove_leftovers
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
@@ -24,13 +24,19 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.algorithms.recipe_hook import hook_of
-from rl_consistency.trainers.algorithms.reference import Reference
+from rl_consistency.trainers.algorithms.reference import ReferencePolicy
 from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.interrupts import interrupts_heard
-from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
+from rl_consistency.trainers.launch import (
+    check_machine,
+    engines_off,
+    join,
+    refuse_many_processes,
+    threads,
+)
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import (
     check_balance,
@@ -40,11 +46,13 @@ from rl_consistency.trainers.policy import (
 )
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
-from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import (
     StepEnd,
+    capture,
     load_weights,
+    restore,
     save_checkpoint,
+    seeded,
 )
 from rl_consistency.trainers.run_directory.directory import (
     CHECKPOINTS,
@@ -65,7 +73,6 @@ from rl_consistency.trainers.run_directory.inputs import (
     reward_digests,
     settings,
 )
-from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
 from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import (
     named_summary,
@@ -74,7 +81,6 @@ from rl_consistency.trainers.run_directory.summary import (
     write_summary,
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
-from rl_consistency.trainers.strategies.launcher_settings import engines_off
 from rl_consistency.trainers.tracking.run_output import RunOutput
 from rl_consistency.trainers.tracking.tracked_steps import take_steps
 from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
@@ -190,9 +196,9 @@ class _Run:
             announce(told)
         self.warm_start_targets = targets_of(config, self.train_set, self.tokenizer, **limits)
         self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
-        self.reference: Reference | None = None
+        self.reference: ReferencePolicy | None = None
         if config.algorithm.kl_coefficient:
-            self.reference = Reference(self.model, world, stack)
+            self.reference = ReferencePolicy(self.model, world, stack)
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         progress.starts("patching the policy")
         session = stack.enter_context(patch(self.model, **config.training.patch))
@@ -390,3 +396,22 @@ class _Run:
             seed=self.config.run.seed,
             progress=fifths_told(self.announce),
         )
+
+
+@dataclass
+class NoSignal:
+    """Warns at the first of several steps in a row in which each group's rewards are all equal."""
+
+    warn: Callable[[str], None]
+    warned: bool = False
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Read the metrics of a step; warn at the first of several without a signal."""
+        silent = metrics.get("reward/equal_group_fraction") == 1.0
+        if silent and not self.warned:
+            self.warn(
+                f"step {step}: the rewards within each group are equal, so all advantages are 0 "
+                "and nothing is learned from them. samples.jsonl shows completions; give easier or "
+                "harder tasks, larger groups (rollout.sampling.n) or a finer reward"
+            )
+        self.warned = silent

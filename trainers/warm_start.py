@@ -39,7 +39,7 @@ def targets_of(
     if not config.warm_start.steps:
         return []
     targets = encode_targets(train, tokenizer, **limits)
-    config.consistency.gradient_leaves.leaves(min(config.warm_start.batch_size, len(targets)))
+    config.consistency.gradient_leaves.parts(min(config.warm_start.batch_size, len(targets)))
     return targets
 
 

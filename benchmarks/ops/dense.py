@@ -19,13 +19,13 @@ from benchmarks.timing import Call, Contestant, Machine, Race
 from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
-from rl_consistency.kernels.core.cache.tuned_schedules import rows_bucket
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.findings import rows_bucket
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import fold_outer
-from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.kernels.matmul.cublaslt import LIBRARY_ROWS, certified_to_the_row
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
-from rl_consistency.kernels.matmul.schedules import pick, prefers_library
+from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
@@ -78,7 +78,7 @@ def product(
     fields = bench.measure(race)
     sizes = m, n, k, torch.bfloat16, layout
     schedule = pick(*sizes, has_tma(bench.device), device=bench.device).name
-    if prefers_library(*sizes, device=bench.device):
+    if m >= LIBRARY_ROWS:
         schedule = f"library where certified, else {schedule}"
     return fields | {"schedule": schedule}
 
@@ -96,8 +96,8 @@ def tuned_product(
     with own_winners(bench.device) as store:
         with numeric_settings(), torch.no_grad():
             report = tune_works([work], bench, store, clock=lambda: 0.0)
-        if report.struck:
-            raise ConsistencyError(f"candidates gave other bytes: {report.struck}")
+        if report.withdrawn:
+            raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
         return product(layout, bench, m, n, k, graph_rows)
 
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.models import build_model, model_config
 from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Machine
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import RolloutEngine

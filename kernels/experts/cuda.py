@@ -20,8 +20,6 @@ from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import (
     expert_gate_up_op,
     expert_product_op,
-    gate_up_fwd,
-    product_fwd,
 )
 from rl_consistency.kernels.experts.rows_triton import (
     activate_pairs,
@@ -31,7 +29,6 @@ from rl_consistency.kernels.experts.rows_triton import (
 )
 from rl_consistency.kernels.experts.runs_triton import Runs, find_runs
 from rl_consistency.kernels.experts.schedules import pick_few
-from rl_consistency.kernels.experts.winner_audit import audit_few_winner, audit_winner
 
 
 @dataclass(eq=False)
@@ -75,22 +72,20 @@ def experts_fwd(
     experts, hidden, width = down.shape
     sizes = expert_ids.shape[1], experts, hidden, width
     if not recorded and len(x) and pick_few(len(x), *sizes, x.dtype, x.device) is not None:
-        few = x, expert_ids, weights, gate_up, down, starts, lens, activation
-        y = expert_few_rows_op(*few)
-        audit_few_winner(*few, y)
+        y = expert_few_rows_op(x, expert_ids, weights, gate_up, down, starts, lens, activation)
         return y, x.new_empty((0, 2 * width)), None
     pairs, places, first = expert_pairs_op(expert_ids, starts, lens, experts)
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
     if x.shape[0] == 0:
         return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed
-    if library.takes(gate_up, "gate_up", len(pairs)):
+    if library.takes(gate_up, "nt", len(pairs)):
         gathered = gather_pairs(x, first, pairs, routed.top_k)
         packed = library.grouped_product(gathered, gate_up, "nt", first)
         activated = activate_pairs(packed, first, activation)
     else:
-        given = x, gate_up, first, pairs, routed.top_k, activation, recorded
-        activated, packed = expert_gate_up_op(*given)
-        audit_winner("gate_up", gate_up, first, activated, lambda s: gate_up_fwd(*given, s)[0])
+        activated, packed = expert_gate_up_op(
+            x, gate_up, first, pairs, routed.top_k, activation, recorded
+        )
     outputs = _product(activated, down, "nt", routed, by_row=False)
     return expert_combine_op(outputs, places, weights), packed, routed
 
@@ -102,10 +97,7 @@ def _product(
     has a row for each row of the call, not one for each pair."""
     pairs, first, top_k = routed.pairs, routed.first, routed.top_k
     if not library.takes(weights, layout, len(pairs)):
-        given = a, weights, layout, first, pairs, top_k, by_row
-        y = expert_product_op(*given)
-        audit_winner(layout, weights, first, y, lambda s: product_fwd(*given, s))
-        return y
+        return expert_product_op(a, weights, layout, first, pairs, top_k, by_row)
     if by_row:
         a = gather_pairs(a, first, pairs, top_k)
     return library.grouped_product(a, weights, layout, first)

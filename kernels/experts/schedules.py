@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from rl_consistency.kernels.core.cache.tuned_schedules import chosen, picked_once, work_name
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
@@ -24,7 +24,7 @@ from rl_consistency.kernels.gradient_fold.schedules import TMA as DENSE_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32
 from rl_consistency.kernels.gradient_fold.schedules import Schedule as FoldSchedule
 from rl_consistency.kernels.gradient_fold.schedules import expected_us
-from rl_consistency.kernels.matmul.schedules import LIBRARY, TRITON, Schedule
+from rl_consistency.kernels.matmul.schedules import Schedule
 
 Product = Literal["gate_up", "nt", "nn"]
 """Both products and the gated activation; a product with [E, n, k]; one with [E, k, n]."""
@@ -264,14 +264,6 @@ def product_work(
     return work_name("experts", product, dtype, kind, f"e{experts}", f"n{n}", f"k{k}", rows=pairs)
 
 
-def library_work(
-    product: Product, dtype: torch.dtype, pairs: int, experts: int, n: int, k: int
-) -> str:
-    """The work of `prefers_library`, whose candidates are `LIBRARY` and `TRITON`."""
-    sizes = f"e{experts}", f"n{n}", f"k{k}"
-    return work_name("experts_library", product, dtype, *sizes, rows=pairs)
-
-
 def fold_work(dtype: torch.dtype, tma: bool, pairs: int, experts: int, n: int, k: int) -> str:
     """The work of `pick_fold`."""
     kind = "tma" if tma and dtype != torch.float32 else "pointer"
@@ -286,8 +278,8 @@ def pick_product(
     """The schedule for so many pairs and expert weights of n columns; `tma` as above."""
     own = product_candidates(product, dtype, tma=tma)
     work = product_work(product, dtype, tma, pairs, experts, n, k)
-    if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
-        return tuned
+    if (found := choose(device, work, own)) is not None:
+        return found
     own = tuple(s for s in own if s.kind == "tma") or own
     mean = cdiv(pairs, experts)
     return next((s for s in own if s.mean >= mean), own[-1])
@@ -307,25 +299,12 @@ def pick_few(
     """The schedule of a call of few rows without gradients; None where pairs are found first."""
     if dtype == torch.float32 or top_k > MOST_TOP_K or rows > MOST_FEW:
         return None
-    own: dict[str, FewSchedule | str] = {s.name: s for s in FEW} | {BY_PAIRS: BY_PAIRS}
+    own: tuple[FewSchedule | str, ...] = (*FEW, BY_PAIRS)
     work = few_work(dtype, top_k, experts, hidden, width)
-    found = chosen(device, work, own) if rows == 1 else None
+    found = choose(device, work, own) if rows == 1 else None
     if isinstance(found, str):
         return None
     return (found or FEW[0]).fitted(rows * top_k, next_power_of_2(top_k), hidden, width)
-
-
-@picked_once
-def prefers_library(
-    product: Product, pairs: int, experts: int, n: int, k: int, dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> bool:  # fmt: skip
-    """Whether torch's grouped product is expected to be faster. Only a certificate admits it."""
-    if dtype != torch.bfloat16:
-        return False
-    work = library_work(product, dtype, pairs, experts, n, k)
-    tuned = chosen(device, work, {LIBRARY: True, TRITON: False})
-    return pairs >= LIBRARY_PAIRS * experts if tuned is None else tuned
 
 
 def fold_candidates(dtype: torch.dtype, *, tma: bool) -> tuple[FoldSchedule, ...]:
@@ -344,8 +323,8 @@ def pick_fold(
     to be the fastest with even routing, or the first one by pointers whose tile fits."""
     own = fold_candidates(dtype, tma=tma)
     work = fold_work(dtype, tma, pairs, experts, n, k)
-    if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
-        return tuned
+    if (found := choose(device, work, own)) is not None:
+        return found
     if copying := [s for s in own if s.kind == "tma"]:
         each = cdiv(pairs, experts)
         return min(copying, key=lambda s: expected_us(s, each, n, k, processors, experts))

@@ -18,13 +18,8 @@ import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.core.cache.tuned_schedules import (
-    chosen,
-    picked_once,
-    schedule_name,
-    work_name,
-)
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -74,8 +69,8 @@ def pick(
     device: torch.device,
 ) -> Schedule:  # fmt: skip
     """The schedule for gate and up [rows, width]."""
-    own = {schedule_name(s): s for s in CANDIDATES}
-    return chosen(device, glu_work(direction, dtype, activation, rows, width), own) or SCHEDULE
+    work = glu_work(direction, dtype, activation, rows, width)
+    return choose(device, work, CANDIDATES) or SCHEDULE
 
 
 def _picked(direction: str, gate: Tensor, activation: str) -> Schedule:

@@ -14,8 +14,6 @@ Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -70,9 +68,8 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
         return
     if buffer.is_cuda:
         require_operands("gradient_fold", dy=dy, x=x)
-        own = partial(outer_triton.gradient_fold_outer, buffer, dy, x, fresh)
-        if not (fresh and outer_from_zero(dy, x, buffer, own)):
-            own()
+        if not (fresh and outer_from_zero(dy, x, buffer)):
+            outer_triton.gradient_fold_outer(buffer, dy, x, fresh)
         return
     if fresh:
         buffer.zero_()

@@ -13,11 +13,7 @@ from typing import Literal
 
 import torch
 
-from rl_consistency.kernels.core.cache.tuned_schedules import (
-    chosen,
-    picked_once,
-    work_name,
-)
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 
@@ -159,12 +155,12 @@ def pick(
     tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int,
     device: torch.device | None = None,
 ) -> Schedule:  # fmt: skip
-    """The schedule for an [n, k] gradient over `tokens`: what `tune` found on the device, else the
-    one expected to be the fastest."""
+    """The schedule for an [n, k] gradient over `tokens`: the winner on the device, else the one
+    expected to be the fastest."""
     own = candidates(dtype, tma=tma)
     work = fold_work(tokens, n, k, dtype, tma=tma)
-    if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
-        return tuned
+    if (found := choose(device, work, own)) is not None:
+        return found
     # Schedules by pointers were timed against each other only, so their figures cannot tell which
     # of them is faster than one by descriptor.
     copying = [s for s in own if s.kind == "tma"] or own

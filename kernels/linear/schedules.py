@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from rl_consistency.kernels.core.cache.tuned_schedules import chosen, picked_once, work_name
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.matmul.schedules import Schedule, by_name, table_of
+from rl_consistency.kernels.matmul.schedules import Schedule, table_of
 
 QKV = table_of(
     "pointer-16x16x128-w4-s6",
@@ -50,7 +50,7 @@ launches do."""
 SINGLES, PAIRS, TRIPLES = 132, 2 * 132, 3 * 132
 """Programs that an H200 holds at a time, one to three to a multiprocessor."""
 
-_BY_NAME = by_name((*QKV, *GATE_UP, *FEW_ROWS_FP32))
+_BY_NAME = {s.name: s for s in (*QKV, *GATE_UP, *FEW_ROWS_FP32)}
 
 
 def fuses_qkv(m: int, columns: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -95,9 +95,9 @@ def pick_qkv(
     device: torch.device | None = None,
 ) -> Schedule:  # fmt: skip
     """The schedule of `few_rows_triton.qkv_fwd` for m rows; `columns` are those of q, k and v."""
-    own = by_name(few_rows_candidates(QKV, dtype, tma=False))
-    if (tuned := chosen(device, qkv_work(dtype, m, columns, k), own)) is not None:
-        return tuned
+    own = few_rows_candidates(QKV, dtype, tma=False)
+    if (found := choose(device, qkv_work(dtype, m, columns, k), own)) is not None:
+        return found
     if dtype == torch.float32:
         return _pick_fp32(m)
     tiles = sum(cdiv(n, 32) for n in columns)
@@ -118,9 +118,9 @@ def pick_gate_up(
     m: int, n: int, dtype: torch.dtype, tma: bool, k: int = 0, device: torch.device | None = None
 ) -> Schedule:
     """The schedule of `few_rows_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
-    own = by_name(few_rows_candidates(GATE_UP, dtype, tma=tma))
-    if (tuned := chosen(device, gate_up_work(dtype, tma, m, n, k), own)) is not None:
-        return tuned
+    own = few_rows_candidates(GATE_UP, dtype, tma=tma)
+    if (found := choose(device, gate_up_work(dtype, tma, m, n, k), own)) is not None:
+        return found
     if dtype == torch.float32:
         return _pick_fp32(m)
     if m <= 16:

@@ -1,26 +1,26 @@
-"""The sampled audit of products by the library and by winners of `tune`: of every `AUDIT_EVERY`-th
-call some rows are computed again.
+"""The sampled audit of products by the vendor library: of every `AUDIT_EVERY`-th call a sample is
+computed again by our own schedule.
 
-`cublaslt` and `winner_audit` ask `due` at each such call and record the rows they computed again.
 The device counts the differences, so the host waits only in `schedule_audit`, which reads the
-counters. If any row differed, it strikes every product sampled since the last reading: its
-certificate, or its winner. The counters are process-wide.
+counters. If an element differed, the certificate of every product sampled since the last reading is
+withdrawn. The counters are process-wide.
 
-The rollout keeps CUDA graphs and cached keys that library products computed. It notes the
-`generation` it made them in and drops them once that number has grown.
+The rollout keeps CUDA graphs and cached keys that library products computed. It notes how many
+`withdrawals` there were when it made them, and drops them once there are more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.cache.tuned_schedules import struck_schedules
+from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.compile_ahead import require_launches
+from rl_consistency.kernels.core.findings import findings_of, withdrawn_schedules
 from rl_consistency.kernels.core.grid import cdiv
 
 AUDIT_EVERY = 257
@@ -31,29 +31,21 @@ AUDIT_ROWS = 64
 """Rows of a result that an audit computes again."""
 
 
-class Audited(Protocol):
-    """A kind of product that samples are taken of; equal ones are one kind."""
-
-    @property
-    def name(self) -> str: ...
-    def strike(self, reason: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class AuditReport:
     """What the audits of this process have found."""
 
     calls: int
-    """Products by the library or by a winner of `tune`."""
+    """Products by the library."""
     audited: int
-    """Calls of which a sample of rows was computed again."""
+    """Calls of which a sample was computed again."""
     differing: int
     """Sampled elements that differed; anything but 0 breaks the promise."""
     found: int
     """Part of `differing` that was found since the last report."""
-    struck: list[str]
-    """Names of the products that lost their certificate or their winner, in order of withdrawal."""
-    struck_schedules: list[str] = field(default_factory=list)
+    withdrawn: list[str]
+    """Names of the products whose certificate, or winner of `tune`, was withdrawn, in order."""
+    withdrawn_schedules: list[str] = field(default_factory=list)
     """`work: schedule` of each candidate whose bytes differed when `tune` compared it."""
 
 
@@ -62,10 +54,10 @@ class _Counts:
     calls: int = 0
     audited: int = 0
     differing: int = 0
-    struck: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
     on_device: dict[torch.device, Tensor] = field(default_factory=dict)
     """Elements that differed since the last reading, [] int64."""
-    pending: dict[Audited, None] = field(default_factory=dict)
+    pending: set[tuple[str, torch.device]] = field(default_factory=set)
     """Products sampled since the last reading."""
 
 
@@ -77,7 +69,7 @@ _lock = RLock()
 def schedule_audit() -> AuditReport:
     """Read the counters (the host waits) and report.
 
-    If an element differed, every product sampled since the last report is struck. The caller
+    If an element differed, every product sampled since the last report is withdrawn. The caller
     decides what a difference means; nothing is raised.
     """
     with _lock:
@@ -86,37 +78,46 @@ def schedule_audit() -> AuditReport:
             found += int(counter)
             counter.zero_()
         if found:
-            for audited in sorted(_counts.pending, key=lambda audited: audited.name):
-                audited.strike("an audited sample of rows differed")
-                _counts.struck.append(audited.name)
+            for name, device in sorted(_counts.pending, key=str):
+                findings_of(device).withdraw(name, "an audited sample differed")
+                withdraw(name)
         _counts.pending.clear()
         _counts.differing += found
-    return AuditReport(
-        _counts.calls,
-        _counts.audited,
-        _counts.differing,
-        found,
-        list(_counts.struck),
-        struck_schedules(),
-    )
+    counts = _counts.calls, _counts.audited, _counts.differing
+    return AuditReport(*counts, found, list(_counts.withdrawn), withdrawn_schedules())
 
 
 def withdraw(name: str) -> None:
-    """Count a winner that was in use and whose bytes differ as withdrawn."""
-    _counts.struck.append(name)
+    """Count a product that was in use and whose bytes differ as withdrawn."""
+    _counts.withdrawn.append(name)
 
 
-def generation() -> int:
+def withdrawals() -> int:
     """Number of withdrawals so far (the host waits).
 
-    What an earlier generation computed may come from a product that differs.
+    What was computed while there were fewer may come from a product that differs.
     """
-    return len(schedule_audit().struck)
+    return len(schedule_audit().withdrawn)
 
 
-def withdrawn_since(generation: int) -> list[str]:
-    """Names of the products withdrawn since a generation; reads no counter."""
-    return _counts.struck[generation:]
+def withdrawn_since(withdrawals: int) -> list[str]:
+    """Names of the products withdrawn after so many withdrawals; reads no counter."""
+    return _counts.withdrawn[withdrawals:]
+
+
+def sample(
+    name: str, run: Callable[[], Tensor], again: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """`run()`, a product by the library whose certificate has a name; audited if it is due.
+
+    `again` gives some elements of the product and what our own schedule computes for them. Nothing
+    is computed again while a CUDA graph is captured.
+    """
+    with unrecorded():
+        y = run()
+        if not torch.cuda.is_current_stream_capturing() and due():
+            record(name, *again(y))
+    return y
 
 
 def due() -> bool:
@@ -135,11 +136,11 @@ def sampled_rows(count: int, device: torch.device) -> Tensor:
     return torch.arange(_counts.audited % apart, count, apart, device=device)
 
 
-def record(audited: Audited, found: Tensor, expected: Tensor) -> None:
+def record(name: str, found: Tensor, expected: Tensor) -> None:
     """Count the elements of `found` that differ from `expected`; the host does not wait."""
     # The first call may run in inference mode, and an inference tensor cannot be added to later.
     with _lock, torch.inference_mode(False):
-        _counts.pending[audited] = None
+        _counts.pending.add((name, found.device))
         if found.device not in _counts.on_device:
             zero = torch.zeros((), dtype=torch.int64, device=found.device)
             _counts.on_device[found.device] = zero

@@ -2,53 +2,113 @@
 
 cuBLASLt without split K walks K upward into one fp32 accumulator, which is the canonical order. But
 its heuristics may give a shape to a kernel that does not. So a call goes to the library only with a
-certificate (see `certificates`) that its bytes were equal to the Triton schedule's. A certificate
-is made on first use and kept in a file. `audit` checks some calls again on a sample of rows.
+certificate that its bytes were equal to the Triton schedule's: for one layout, dtypes, bias, N, K
+and power-of-two range of M. A certificate is made on first use and kept with what else was found on
+the device. `audit` computes some calls again, on a sample of rows.
+
+The library is preferred from a number of rows on, which each kind of product states.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
 Dtypes and rounding points: as `matmul`.
 Order: `matmul.ORDER`; for `outer_from_zero` that of `gradient_fold` from zero.
-Invariant to, varies with: as `matmul`; a difference found strikes the certificate.
+Invariant to, varies with: as `matmul`; a difference found withdraws the certificate.
 Backward: none.
-Errors: none; `audit.schedule_audit` reports differences, a damaged certificate file warns.
-Cost: eight products once per certificate, twelve more for one of dW, 64 rows of one product per
-    audit.
+Errors: none; `audit.schedule_audit` reports differences, a damaged file of findings warns.
+Cost: eight products once per certificate, 64 rows of one product per audit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
-from rl_consistency.kernels.core.compile_ahead import compiles_only
+from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma
-from rl_consistency.kernels.core.race import time_ratio
+from rl_consistency.kernels.core.findings import Findings, dtype_name, findings_of
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
-from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import pick, prefers_library, tuned_preference
+from rl_consistency.kernels.matmul.schedules import pick
+
+LIBRARY_ROWS = 129
+"""Rows from which the library computes a product. With fewer, a schedule reads the weight about as
+fast as memory gives it, and each new weight would cost a certificate."""
+
+LIBRARY_TOKENS = 2048
+"""Tokens from which it computes dW. With fewer, it took 1.2 times as long as our own schedules at
+random shapes on an H200; with more, 0.92 times."""
 
 ALIGNMENT = 256
 """Bytes. The library chooses its kernel by alignment, and certificates are made with fresh tensors,
 which start on a multiple of this."""
 
-PROBE_BYTES = 2**32
-"""The most memory that making a certificate may take; larger products stay with Triton."""
-
 _CUBLASLT = torch._C._BlasBackend.Cublaslt
 
-
-_by_device: dict[torch.device, Certificates] = {}
-"""Process-wide: the certificates of each device."""
-
 _to_the_row: ContextVar[bool] = ContextVar("certified_to_the_row", default=False)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one certificate covers."""
+
+    layout: str
+    """"nt", "nn", or "tn" for dW (its rows are tokens); `experts.library` has others."""
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: bool
+    n: int
+    k: int
+    rows: int
+    """The largest number of rows; the range begins at half of it plus one."""
+
+    most_bytes = 2**32
+    """The most memory that making a certificate may take; larger products stay with Triton."""
+
+    @classmethod
+    def of(
+        cls, layout: str, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, *mnk: int
+    ) -> Key:
+        """The key of one product; `mnk` is M, N, K."""
+        m, n, k = mnk
+        return _key(layout, dtype, out_dtype, bias, n, k, next_power_of_2(m))
+
+    @cached_property
+    def name(self) -> str:
+        """How files spell the key."""
+        dtypes = f"{dtype_name(self.dtype)}/{dtype_name(self.out_dtype)}"
+        bias = "bias" if self.bias else "plain"
+        return f"{self.layout}/{dtypes}/{bias}/n{self.n}/k{self.k}/m{self.rows}"
+
+    def sample(self, m: int) -> list[int]:
+        """Numbers of rows to compare: the range's ends, its middle and `m`."""
+        low = max(self.rows // 2 + 1, 2)
+        counts = {low, (low + self.rows) // 2, self.rows, m}
+        # Certificates of dW cover whole steps of the fold only.
+        return sorted(c for c in counts if self.layout != "tn" or c % 16 == 0)
+
+    def probe_bytes(self) -> int:
+        """Memory of a comparison with the most rows."""
+        shapes = (self.rows, self.k), (self.n, self.k), (self.rows, self.n)
+        if self.layout == "tn":
+            shapes = (self.rows, self.n), (self.rows, self.k), (self.n, self.k)
+        a, b, y = (rows * columns for rows, columns in shapes)
+        return (a + b) * self.dtype.itemsize * 2 + y * self.out_dtype.itemsize * 4
+
+    def compare(self, device: torch.device, m: int) -> int:
+        """Elements that differ between the library and Triton on fresh data of `m` rows."""
+        return compare(device, self, m)
+
+
+_key = cache(Key)
+"""One object per key, so that its name is computed once."""
 
 
 @contextmanager
@@ -65,39 +125,65 @@ def certified_to_the_row() -> Iterator[None]:
         _to_the_row.reset(token)
 
 
-def to_the_row() -> bool:
-    """Whether the code runs inside `certified_to_the_row`."""
-    return _to_the_row.get()
+def prefers_library(rows: int, least: int, dtype: torch.dtype) -> bool:
+    """Whether so many rows go to the library, which has `least`, if it is certified for them."""
+    return rows >= least and dtype != torch.float32
+
+
+def certified(device: torch.device, key: Key, m: int) -> bool:
+    """Whether the library may compute a product of `m` rows; makes a missing certificate.
+
+    Nothing is compared while a CUDA graph is captured. Nothing audits its replays either, so only
+    numbers of rows that were compared are admitted there.
+
+    RuntimeError while kernels compile ahead: nothing would be compared.
+    """
+    held, capturing = findings_of(device), torch.cuda.is_current_stream_capturing()
+    if not capturing and not _to_the_row.get() and held.certifies(key.name):
+        return True
+    rows = [] if capturing else to_compare(held, key, m)
+    if rows and (held.certificate(key.name) or _has_room(device, key)):
+        require_launches("a certificate")
+        held.certify(key.name, sum(key.compare(device, count) for count in rows), rows)
+    found = held.certificate(key.name)
+    if found is None or not held.certifies(key.name):
+        return False
+    return not capturing or m in found.rows
+
+
+def to_compare(held: Findings, key: Key, m: int) -> list[int]:
+    """The numbers of rows that are compared before the library computes `m` rows."""
+    found = held.certificate(key.name)
+    if found is None:
+        return [] if held.refuses(key.name) else key.sample(m)
+    exact = _to_the_row.get() and held.certifies(key.name)
+    return [m] if exact and m not in found.rows else []
 
 
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
 ) -> Tensor | None:
-    """The library's product, or None if it is not faster or not certified."""
+    """The library's product, or None if it is not preferred or not certified."""
     m, k = a.shape
     dtype, device = a.dtype, a.device
-    n = b.shape[0 if layout == "nt" else 1]
-    if not prefers_library(m, n, k, dtype, layout, out_dtype, device):
-        return None
-    if not settings_in_force():
+    if not prefers_library(m, LIBRARY_ROWS, dtype) or not settings_in_force():
         return None
     if out_dtype not in (dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
         return None
     if bias is not None and (out_dtype != dtype or not bias.is_contiguous()):
         return None
+    n = b.shape[0 if layout == "nt" else 1]
     key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
     if compiles_only():
         return _compiled(a, b, bias, layout, out_dtype, key)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if not _admitted(device, key, m, capturing):
+    if not certified(device, key, m):
         return None
-    with unrecorded():
-        y = library_product(a, b, bias, layout, out_dtype)
-        if not capturing and audit.due():
-            rows = audit.sampled_rows(m, a.device)
-            expected = matmul_fwd(a[rows], b, bias, layout, out_dtype)
-            audit.record(Certified(certificates(a.device), key), y[rows], expected)
-    return y
+
+    def again(y: Tensor) -> tuple[Tensor, Tensor]:
+        rows = audit.sampled_rows(m, device)
+        return y[rows], matmul_fwd(a[rows], b, bias, layout, out_dtype)
+
+    return audit.sample(key.name, partial(library_product, a, b, bias, layout, out_dtype), again)
 
 
 def _compiled(
@@ -105,51 +191,41 @@ def _compiled(
 ) -> Tensor | None:
     """`product` while kernels compile ahead: what comparisons and an audit would launch, and memory
     in place of the product. Nothing is compared, since nothing is computed."""
-    held, (m, k), n = certificates(a.device), a.shape, b.shape[0 if layout == "nt" else 1]
-    if not held.holds(key) and (held.knows(key) or not _has_room(a.device, key)):
+    held, (m, k), n = findings_of(a.device), a.shape, b.shape[0 if layout == "nt" else 1]
+    rows = to_compare(held, key, m)
+    if not held.certifies(key.name) and not (rows and _has_room(a.device, key)):
         return None
     # An audit samples half of its rows to all of them, by m.
     audited = range(min(m, audit.AUDIT_ROWS // 2), min(m, audit.AUDIT_ROWS) + 1)
     tma = has_tma(a.device)
     one_each = {pick(c, n, k, a.dtype, layout, tma, out_dtype, a.device): c for c in audited}
-    counts = {*held.to_compare(key, m, to_the_row=to_the_row()), *one_each.values()}
     with unrecorded():
-        for count in sorted(counts):
+        for count in sorted({*rows, *one_each.values()}):
             matmul_fwd(a.new_empty(count, k), b, bias, layout, out_dtype)
     return a.new_empty(m, n, dtype=out_dtype)
 
 
-def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor, own: Callable[[], None]) -> bool:
-    """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, if it is faster and certified.
+def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
+    """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, if it is preferred and certified.
 
-    `own` computes the same by our own schedule. Where `tune` has not measured the two they are
-    raced once for each certificate, since no rule tells which kernel the library will choose.
-    Returns whether the library did it; False leaves `out` with anything in it.
+    Returns whether the library did it; False leaves `out` as it was.
     """
     if torch.compiler.is_compiling() or compiles_only():
         return False
     (tokens, n), k = dy.shape, x.shape[1]
-    if not prefers_library(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device):
-        return False
-    if not settings_in_force():
+    if not prefers_library(tokens, LIBRARY_TOKENS, dy.dtype) or not settings_in_force():
         return False
     if tokens % 16 or not all(_as_certified(matrix) for matrix in (dy, x, out)):
         return False
     key = Key.of("tn", dy.dtype, torch.float32, False, tokens, n, k)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if not _admitted(dy.device, key, tokens, capturing):
+    if not certified(dy.device, key, tokens):
         return False
-    if tuned_preference(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device) is None:
-        race = None if capturing else partial(time_ratio, own, lambda: library_outer(dy, x, out))
-        with unrecorded():
-            if not certificates(dy.device).pays(key, race):
-                return False
-    with unrecorded():
-        library_outer(dy, x, out)
-        if not capturing and audit.due():
-            rows = audit.sampled_rows(n, dy.device)
-            expected = canonical_outer(dy[:, rows], x)
-            audit.record(Certified(certificates(dy.device), key), out[rows], expected)
+
+    def again(out: Tensor) -> tuple[Tensor, Tensor]:
+        rows = audit.sampled_rows(n, dy.device)
+        return out[rows], canonical_outer(dy[:, rows], x)
+
+    audit.sample(key.name, partial(library_outer, dy, x, out), again)
     return True
 
 
@@ -182,10 +258,10 @@ def library_product(
     return torch.mm(a, right, out_dtype=out_dtype)
 
 
-def library_outer(dy: Tensor, x: Tensor, out: Tensor) -> None:
+def library_outer(dy: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """out <- dy^T x by the vendor library, with -0 turned into +0."""
     torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
-    out.add_(0.0)
+    return out.add_(0.0)
 
 
 def canonical_outer(dy: Tensor, x: Tensor) -> Tensor:
@@ -193,66 +269,43 @@ def canonical_outer(dy: Tensor, x: Tensor) -> Tensor:
     return matmul_fwd(dy.t(), x, None, "nn", torch.float32).add_(0.0)
 
 
-def compare(
-    device: torch.device,
-    key: Key,
-    m: int,
-    *,
-    library: Callable[..., Tensor] = library_product,
-    outer: Callable[[Tensor, Tensor, Tensor], None] = library_outer,
-) -> int:
+def compare(device: torch.device, key: Key, m: int) -> int:
     """Elements that differ between the library and Triton on fresh probe data of `m` rows."""
-    generator = torch.Generator(device).manual_seed(m)
-
-    def fresh(rows: int, columns: int) -> Tensor:
-        values = torch.randn(rows, columns, device=device, generator=generator)
-        # Outlier channels make partial sums cancel and round at many scales.
-        values[:, ::37] *= 30.0
-        return values.to(key.dtype)
-
+    fresh = partial(probe, torch.Generator(device).manual_seed(m), key.dtype)
     if key.layout == "tn":
         dy, x = fresh(m, key.n), fresh(m, key.k)
-        y = torch.empty(key.n, key.k, device=device)
-        outer(dy, x, y)
+        y = library_outer(dy, x, torch.empty(key.n, key.k, device=device))
         return int(differing_elements(y, canonical_outer(dy, x)))
     a = fresh(m, key.k)
     b = fresh(key.n, key.k) if key.layout == "nt" else fresh(key.k, key.n)
     bias = fresh(1, key.n)[0] if key.bias else None
-    expected = matmul_fwd(a, b, bias, key.layout, key.out_dtype)
-    return int(differing_elements(library(a, b, bias, key.layout, key.out_dtype), expected))
+    operands = a, b, bias, key.layout, key.out_dtype
+    return int(differing_elements(library_product(*operands), matmul_fwd(*operands)))
+
+
+def probe(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Normal values with outlier channels: partial sums cancel and round at many scales."""
+    values = torch.randn(*shape, dtype=dtype, device=generator.device, generator=generator)
+    values[..., ::37] *= 30.0
+    return values
+
+
+def lies_as_certified(tensor: Tensor) -> bool:
+    """Whether a tensor begins where those of certificates do and keeps its values itself."""
+    return type(tensor) in PLAIN and not tensor.data_ptr() % ALIGNMENT
 
 
 def _as_certified(matrix: Tensor) -> bool:
     """Whether a matrix lies in memory like those of certificates: contiguous, 16-byte rows."""
-    if type(matrix) not in PLAIN or matrix.data_ptr() % ALIGNMENT:
+    if not lies_as_certified(matrix):
         return False
     pitch, element = matrix.stride()
     columns = matrix.shape[1]
     return element == 1 and pitch == columns and columns * matrix.itemsize % DESCRIPTOR_BYTES == 0
 
 
-def _admitted(device: torch.device, key: Key, m: int, capturing: bool) -> bool:
-    held, exact = certificates(device), to_the_row()
-    if not capturing and not exact and held.holds(key):
-        return True
-    if not held.knows(key) and (capturing or not _has_room(device, key)):
-        return False
-    return held.admitted(key, m, make=not capturing, to_the_row=exact)
-
-
 def _has_room(device: torch.device, key: Key) -> bool:
     """Whether the device has the memory to make a certificate."""
-    if key.probe_bytes() > PROBE_BYTES:
-        return False
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return key.probe_bytes() <= free // 2
-
-
-def certificates(device: torch.device) -> Certificates:
-    """The certificates of a device; the first call reads them from its file."""
-    held = _by_device.get(device)
-    if held is None:
-        held = Certificates.of_device(device, "matmul", lambda key, m: compare(device, key, m))
-        _by_device[device] = held
-    return held
+    return key.probe_bytes() <= min(free // 2, key.most_bytes)

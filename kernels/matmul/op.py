@@ -29,7 +29,6 @@ from rl_consistency.kernels.core.operand import aligned
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.matmul import cublaslt
 from rl_consistency.kernels.matmul.product_triton import matmul_op
-from rl_consistency.kernels.matmul.winner_audit import audit_winner
 
 TILE_ROWS = 16
 MIN_TILES = 2
@@ -88,10 +87,7 @@ def _cuda_product(
     if torch.compiler.is_compiling():
         return matmul_op(a, b, bias, layout, out_dtype)
     product = cublaslt.product(a, b, bias, layout, out_dtype)
-    if product is None:
-        product = matmul_op(a, b, bias, layout, out_dtype)
-        audit_winner(a, b, bias, layout, product)
-    return product
+    return matmul_op(a, b, bias, layout, out_dtype) if product is None else product
 
 
 def row_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -1,22 +1,26 @@
 """Schedules of the matmul order on CUDA, and which one a shape gets.
 
 All schedules give the same bytes, so `pick` may choose by any size, even by the number of rows. A
-test and `verify` run and compare all of them. Each is the choice for some shape. What `tune` found
-on a device goes before the tables here; without a device a pick is that of the tables.
+test and `verify` run and compare all of them. Each is the choice for some shape: of the findings,
+the user's before the shipped ones, else of the expected cost.
+
+The cost: tiles are dealt out to the multiprocessors. The busiest one sets the pace, and its loops
+partly hide the way of the operands from memory. The figures are those of an H200: least squares of
+the log of expected by measured time, over half of the shapes of `benchmarks/tune/random_h200.json`.
+The other half judges them, in tests/kernels/matmul/test_pick_quality.py. On another GPU they may
+cost speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import log2
-from operator import itemgetter
+from math import hypot
 
 import torch
 
-from rl_consistency.kernels.core.cache.tuned_schedules import chosen, picked_once, work_name
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.matmul.cost import library_is_faster, schedule_us
-from rl_consistency.kernels.matmul.table import MEASURED
 
 ACCUMULATOR_BYTES = 4
 """Bytes of one fp32 element."""
@@ -92,48 +96,46 @@ def table_of(*names: str) -> tuple[Schedule, ...]:
     return tuple(Schedule.named(name) for name in names)
 
 
-LARGE = table_of(
-    "tma-128x256x64-w8-s4-persistent-split",
-    "tma-128x256x64-w8-s3-persistent-split",
-    "tma-128x128x64-w8-s4-persistent",
-    "tma-128x128x64-w4-s4-persistent",
-)
-"""Schedules for many rows: bound by the matrix units."""
+STEP_US = {
+    # For many rows: bound by the matrix units.
+    "tma-128x256x64-w8-s4-persistent-split": 0.653,
+    "tma-128x256x64-w8-s3-persistent-split": 0.655,
+    "tma-128x128x64-w8-s4-persistent": 0.364,
+    "tma-128x128x64-w4-s4-persistent": 0.354,
+    # For a few hundred rows: tiles small enough to keep all multiprocessors busy.
+    "tma-128x128x128-w8-s3": 0.777,
+    "tma-128x128x64-w4-s3": 0.381,
+    "tma-64x128x64-w4-s4": 0.227,
+    "tma-64x128x128-w4-s4": 0.419,
+    "tma-64x256x64-w4-s4": 0.377,
+    "tma-64x64x128-w4-s5": 0.294,
+    # For few rows: bound by reading the weight once.
+    "tma-16x32x256-w4-s6": 0.430,
+    "tma-16x32x256-w4-s6-overlap": 0.445,
+    "tma-16x64x128-w4-s4": 0.247,
+    "tma-16x64x128-w4-s4-overlap": 0.282,
+    "tma-16x64x128-w4-s6-swap-overlap": 0.186,
+    "tma-16x64x256-w4-s4-swap": 0.342,
+    "tma-16x64x256-w4-s4-swap-overlap": 0.340,
+    "tma-16x128x64-w4-s6-swap-overlap": 0.161,
+    "tma-16x128x128-w4-s4-swap-overlap": 0.335,
+    "tma-32x64x128-w4-s4": 0.306,
+    "tma-32x64x128-w4-s6-swap": 0.203,
+    "tma-32x64x128-w4-s6-swap-overlap": 0.203,
+    "tma-32x64x256-w4-s4-swap": 0.399,
+    "tma-32x64x256-w4-s4-swap-overlap": 0.393,
+    "tma-32x128x128-w4-s4-swap": 0.361,
+    "tma-64x16x256-w4-s4-overlap": 0.400,
+    "tma-64x32x256-w4-s4-overlap": 0.470,
+    "tma-64x64x128-w4-s6-swap": 0.275,
+    "tma-64x64x128-w4-s6-swap-overlap": 0.279,
+    "tma-64x128x128-w4-s4-swap": 0.443,
+    "tma-64x128x128-w4-s4-swap-overlap": 0.447,
+}
+"""Schedules by descriptor -> microseconds of one step of K in a multiprocessor's tile. Where
+several programs share a multiprocessor, a step takes so long for each of them."""
 
-MEDIUM = table_of(
-    "tma-128x128x128-w8-s3",
-    "tma-128x128x64-w4-s3",
-    "tma-64x128x64-w4-s4",
-    "tma-64x128x128-w4-s4",
-    "tma-64x256x64-w4-s4",
-    "tma-64x64x128-w4-s5",
-)
-"""Schedules for a few hundred rows: tiles small enough to keep all multiprocessors busy."""
-
-DECODE = table_of(
-    "tma-16x32x256-w4-s6",
-    "tma-16x32x256-w4-s6-overlap",
-    "tma-16x64x128-w4-s4",
-    "tma-16x64x128-w4-s4-overlap",
-    "tma-16x64x128-w4-s6-swap-overlap",
-    "tma-16x64x256-w4-s4-swap",
-    "tma-16x64x256-w4-s4-swap-overlap",
-    "tma-16x128x64-w4-s6-swap-overlap",
-    "tma-16x128x128-w4-s4-swap-overlap",
-    "tma-32x64x128-w4-s4",
-    "tma-32x64x128-w4-s6-swap",
-    "tma-32x64x128-w4-s6-swap-overlap",
-    "tma-32x64x256-w4-s4-swap",
-    "tma-32x64x256-w4-s4-swap-overlap",
-    "tma-32x128x128-w4-s4-swap",
-    "tma-64x16x256-w4-s4-overlap",
-    "tma-64x32x256-w4-s4-overlap",
-    "tma-64x64x128-w4-s6-swap",
-    "tma-64x64x128-w4-s6-swap-overlap",
-    "tma-64x128x128-w4-s4-swap",
-    "tma-64x128x128-w4-s4-swap-overlap",
-)
-"""Schedules for few rows: bound by reading the weight once."""
+DESCRIBED = table_of(*STEP_US)
 
 POINTER = table_of(
     "pointer-16x32x256-w4-s4",
@@ -143,8 +145,6 @@ POINTER = table_of(
     "pointer-128x128x32-w8-s4",
 )
 """Schedules for any GPU from sm_80 on, and for operands that no descriptor can address."""
-
-DESCRIBED = LARGE + MEDIUM + DECODE
 
 CANDIDATES = DESCRIBED + POINTER
 """All schedules of `pick` for bf16 and fp16."""
@@ -157,41 +157,22 @@ POINTER_FP32 = table_of(
 """Schedules for fp32, which no matrix unit multiplies exactly: fused multiply-adds, one step at a
 time."""
 
-TRITON_ROWS = 16
-"""The most rows for which the vendor library is never preferred: one tile holds them all, so a
-schedule reads the weight as fast as memory gives it, and the library needs a certificate first."""
-
-NEAR = 1.06
-"""The ratio of sizes up to which a measured shape decides for another. Of shapes within a quarter
-of a measured one, the cost picked better than its entry."""
-
 _BY_NAME = {s.name: s for s in (*CANDIDATES, *POINTER_FP32)}
 
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200; assumed of every GPU."""
 
-@dataclass(frozen=True)
-class Entry:
-    """The fastest schedule measured for a weight's shape."""
+MEMORY = 3.33e6
+"""Bytes from memory in a microsecond."""
 
-    n: int
-    k: int
-    schedule: Schedule
-    library: bool = False
-    """Whether the vendor library gave the same bytes in less time."""
+OPERAND_BYTES = 2
+"""Bytes of one element in bf16 and fp16. Products in fp32 are not picked by cost."""
 
+TILE_US = 0.9
+"""Filling the pipeline of a tile and storing the result."""
 
-def _measured() -> dict[tuple[str, int], list[Entry]]:
-    table: dict[tuple[str, int], list[Entry]] = {}
-    for layout, rows, n, k, name, library in MEASURED:
-        table.setdefault((layout, rows), []).append(Entry(n, k, _BY_NAME[name], library))
-    return table
-
-
-TABLE = _measured()
-"""(layout, rows) -> measured shapes."""
-
-
-LIBRARY, TRITON = "library", "triton"
-"""Candidates of a `library_work`: who computes the product."""
+LAUNCH_US, OVERLAPPED_LAUNCH_US = 2.0, 1.3
+"""Starting a kernel after the previous one, or while that still runs."""
 
 
 def product_work(
@@ -202,13 +183,6 @@ def product_work(
     return work_name("matmul", layout, dtype, out_dtype, kind, f"n{n}", f"k{k}", rows=m)
 
 
-def library_work(
-    layout: str, dtype: torch.dtype, out_dtype: torch.dtype, m: int, n: int, k: int
-) -> str:
-    """The work of `prefers_library`, whose candidates are `LIBRARY` and `TRITON`."""
-    return work_name("library", layout, dtype, out_dtype, f"n{n}", f"k{k}", rows=m)
-
-
 def candidates(m: int, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
     """Schedules of `pick` worth timing for m rows."""
     if dtype == torch.float32:
@@ -216,11 +190,6 @@ def candidates(m: int, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]
     if not tma:
         return POINTER
     return tuple(fitting(m))
-
-
-def by_name(schedules: tuple[Schedule, ...]) -> dict[str, Schedule]:
-    """The schedules, as `tune` names its candidates."""
-    return {s.name: s for s in schedules}
 
 
 @picked_once
@@ -233,63 +202,23 @@ def pick(
     fp32 = dtype == torch.float32
     own = POINTER_FP32 if fp32 else CANDIDATES if tma else POINTER
     work = product_work(layout, dtype, out_dtype or dtype, tma and not fp32, m, n, k)
-    if (tuned := chosen(device, work, by_name(own))) is not None:
-        return tuned
+    # Products of all 16-bit dtypes take about as long; those of bf16 were measured and shipped.
+    alike = work if fp32 else product_work(layout, torch.bfloat16, torch.bfloat16, tma, m, n, k)
+    if (found := choose(device, work, own, alike)) is not None:
+        return found
     if fp32:
         return _pick_fp32(m)
-    if not tma:
-        return _pick_pointer(m, n)
-    entry = _near(m, n, k, layout)
-    return entry.schedule if entry is not None else _cheapest(m, n, k)
-
-
-@picked_once
-def prefers_library(
-    m: int, n: int, k: int, dtype: torch.dtype, layout: str,
-    out_dtype: torch.dtype | None = None, device: torch.device | None = None,
-) -> bool:  # fmt: skip
-    """Whether the vendor library is expected to be faster. For layout "tn" (dW) m counts tokens.
-
-    Only a certificate admits the library, whatever is expected.
-    """
-    if m <= TRITON_ROWS or dtype == torch.float32:
-        return False
-    if (tuned := tuned_preference(m, n, k, dtype, layout, out_dtype, device)) is not None:
-        return tuned
-    if layout == "tn":
-        return m >= 2048
-    entry = _near(m, n, k, layout)
-    if entry is not None:
-        return entry.library
-    return library_is_faster(m, n, k, expected_us(_cheapest(m, n, k), m, n, k))
-
-
-def tuned_preference(
-    m: int, n: int, k: int, dtype: torch.dtype, layout: str,
-    out_dtype: torch.dtype | None = None, device: torch.device | None = None,
-) -> bool | None:  # fmt: skip
-    """Whether `tune` found the library to be faster; None where it did not measure the work."""
-    work = library_work(layout, dtype, out_dtype or dtype, m, n, k)
-    return chosen(device, work, {LIBRARY: True, TRITON: False})
+    return _cheapest(m, n, k) if tma else _pick_pointer(m, n)
 
 
 def expected_us(schedule: Schedule, m: int, n: int, k: int) -> float:
     """Microseconds that a schedule by descriptor of `CANDIDATES` is expected to take on an H200 for
     [m, k] times [k, n]; KeyError for another schedule."""
-    blocks = (schedule.block_m, schedule.block_n, schedule.block_k)
-    return schedule_us(schedule.name, blocks, schedule.overlap, m, n, k)
-
-
-def _near(m: int, n: int, k: int, layout: str) -> Entry | None:
-    """The measured shape of which no size differs by more than `NEAR`, None if there is none."""
-    rows = min((r for kind, r in TABLE if kind == layout and r >= m), default=0)
-    if max(m, TRITON_ROWS) * NEAR < max(rows, TRITON_ROWS) or not rows:
-        return None
-    distance, entry = min(
-        ((max(abs(log2(e.n / n)), abs(log2(e.k / k))), e) for e in TABLE[layout, rows]),
-        key=itemgetter(0),
-    )
-    return entry if distance <= log2(NEAR) else None
+    tiles = cdiv(m, schedule.block_m) * cdiv(n, schedule.block_n)
+    steps = cdiv(k, schedule.block_k)
+    busiest = cdiv(tiles, PROCESSORS) * (steps * STEP_US[schedule.name] + TILE_US)
+    launch_us = OVERLAPPED_LAUNCH_US if schedule.overlap else LAUNCH_US
+    return launch_us + hypot(busiest, OPERAND_BYTES * (m * k + n * k + m * n) / MEMORY)
 
 
 def fitting(m: int) -> list[Schedule]:

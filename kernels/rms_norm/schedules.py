@@ -11,12 +11,7 @@ from functools import cache
 
 import torch
 
-from rl_consistency.kernels.core.cache.tuned_schedules import (
-    chosen,
-    picked_once,
-    schedule_name,
-    work_name,
-)
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.grid import next_power_of_2
 
 MAX_WIDTH = 16384
@@ -153,8 +148,8 @@ def pick_forward(
     rule = FORWARD[max(block_width(width), min(FORWARD))]
     if dtype is None:
         return rule
-    own = {schedule_name(s): s for s in (rule, *candidates(width))}
-    return chosen(device, norm_work("forward", dtype, adds, width, 1, rows), own) or rule
+    work = norm_work("forward", dtype, adds, width, 1, rows)
+    return choose(device, work, (rule, *candidates(width))) or rule
 
 
 @picked_once
@@ -173,9 +168,8 @@ def pick_backward(
     rule = replace(schedule, warps=warps)
     if dtype is None:
         return rule
-    own = {schedule_name(s): s for s in (rule, *candidates(width, rows_per_token))}
     work = norm_work("backward", dtype, adds, width, rows_per_token, rows)
-    return chosen(device, work, own) or rule
+    return choose(device, work, (rule, *candidates(width, rows_per_token))) or rule
 
 
 @cache

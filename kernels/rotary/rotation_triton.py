@@ -16,12 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
-from rl_consistency.kernels.core.cache.tuned_schedules import (
-    chosen,
-    picked_once,
-    schedule_name,
-    work_name,
-)
+from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
@@ -58,8 +53,8 @@ def pick(
     dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
 ) -> Schedule:
     """The schedule for q [tokens, heads, dim] and k [tokens, kv_heads, dim]."""
-    own = {schedule_name(s): s for s in CANDIDATES}
-    return chosen(device, rotary_work(dtype, tokens, heads, kv_heads, dim), own) or SCHEDULE
+    work = rotary_work(dtype, tokens, heads, kv_heads, dim)
+    return choose(device, work, CANDIDATES) or SCHEDULE
 
 
 @triton.jit

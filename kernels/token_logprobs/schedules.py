@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.cache.tuned_schedules import chosen, work_name
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
+from rl_consistency.kernels.core.findings import choose, work_name
 
 UNFUSED = "unfused"
 """Name in the place of a schedule's: write a chunk's logits to memory and read them back."""
@@ -82,7 +82,6 @@ def pick(hidden: Tensor, weight: Tensor, product: str = "", rows: int = 0) -> st
     # A compiler would have to read the winners' file in its trace.
     if not product or torch.compiler.is_compiling():
         return "tma"
-    own = {name: name for name in candidates(product)}
     vocabulary, width = weight.shape
     work = head_work(product, hidden.dtype, vocabulary, width, rows)
-    return chosen(hidden.device, work, own) or "tma"
+    return choose(hidden.device, work, candidates(product)) or "tma"

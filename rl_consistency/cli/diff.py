@@ -9,14 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.cli.output_file import require_writable, write_whole
-from rl_consistency.cli.run_files import load_rows, run_file
+from rl_consistency.numerics.files import require_writable, unseal, write_output
 from rl_consistency.trainers.config.strict_yaml import read, shown
 from rl_consistency.trainers.run_directory.checkpoint import STATE, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS, CONFIG, DIGESTS
 from rl_consistency.trainers.run_directory.inputs import flat
-from rl_consistency.trainers.run_directory.sealed_json import unseal
-from rl_consistency.trainers.run_directory.step_files import read_digests
+from rl_consistency.trainers.run_directory.step_files import load_rows, read_digests, run_file
 
 OWN = ("run.name", "run.output_dir")
 """Keys of a recipe that say which run it is."""
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             "first_step_that_differs": parted,
             "quantities": [asdict(q) for q in common[parted]] if parted is not None else [],
         }
-        write_whole(args.json, json.dumps(record, indent=1) + "\n")
+        write_output(args.json, json.dumps(record, indent=1) + "\n")
     return 0 if parted is None else 1
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_consistency.cli.output_file import require_writable, write_whole
 from rl_consistency.cli.verify import DTYPES, chosen_device
+from rl_consistency.numerics.files import require_writable, write_output
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     _print(found)
     record = found.as_record()
     if args.json is not None:
-        write_whole(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        write_output(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
     if args.picture is not None:
         from rl_consistency.cli.page.plots import growth_figure
 

@@ -1,8 +1,29 @@
-"""`rl-consistency report`: render the page of a run directory."""
+"""`rl-consistency report`: one HTML page about a run, complete in itself and readable offline."""
 
 from __future__ import annotations
 
 import argparse
+import html
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from rl_consistency.cli.page import plots
+from rl_consistency.cli.page.panels import EXPERTS, WORST, sections
+from rl_consistency.cli.page.plots import series
+from rl_consistency.numerics.files import write_whole
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
+from rl_consistency.parity.worst_tokens import worst_tokens
+from rl_consistency.trainers.data.foreign_files import parse_json_object
+from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file
+from rl_consistency.trainers.run_directory.step_files import Rows, load_rows, read_rows, run_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +33,249 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Render the page and print where it is."""
-    from rl_consistency.cli.page.report import render
-
     print(render(args.run_dir))
     return 0
+
+
+CSS = """
+:root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --good: #0f766e; --bad: #b91c1c; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f8fafc; color: var(--ink);
+       font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 980px; margin: 0 auto; padding: 32px 20px 64px; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 0 0 10px; }
+p { margin: 4px 0 0; color: var(--muted); }
+section { background: #fff; border: 1px solid var(--line); border-radius: 10px;
+          padding: 20px 22px; margin-top: 18px; overflow-x: auto; }
+.verdict { border-left: 6px solid var(--good); } .verdict.bad { border-left-color: var(--bad); }
+.verdict strong { font-size: 20px; color: var(--good); }
+.verdict.bad strong { color: var(--bad); }
+svg { width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line);
+         overflow-wrap: anywhere; vertical-align: top; }
+th { font-weight: 600; color: var(--muted); font-size: 13px; }
+td.number, th.number { text-align: right; padding-right: 0; padding-left: 12px; }
+code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+td code { white-space: pre-wrap; }
+pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font-weight: 600; }
+"""
+
+MOST_ROWS = 20
+"""Worst tokens that the page shows."""
+
+
+def render(run_dir: str | os.PathLike[str]) -> Path:
+    """Write `report.html` into the run directory, whose run need not have ended; returns its path.
+
+    FileNotFoundError on a missing file, ValueError, naming file and line, on a damaged one.
+    """
+    run_dir = Path(run_dir)
+    rows = load_rows(run_dir)
+    config = run_file(run_dir, "config.yaml")
+    name = html.escape(os.fsencode(run_dir.resolve().name).decode("utf-8", errors="replace"))
+    page = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{name} · rl_consistency</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
+<body><main>
+<h1>{name}</h1><p>{len(rows)} steps, {rows[0]["step"]} to {rows[-1]["step"]}</p>
+{_verdict(rows)}
+{_sections(run_dir, rows)}
+{samples_section(run_dir / SAMPLES)}
+{_summary(run_dir / "summary.json")}
+<section><details><summary>Configuration</summary>
+<pre>{html.escape(config.read_text("utf-8", errors="replace"))}</pre></details></section>
+</main></body></html>
+"""
+    target = own_file(run_dir, "report.html")
+    write_whole(target, page)
+    return target
+
+
+def _verdict(rows: Rows) -> str:
+    """The whole run in one line: every token the same bits, or how many are not."""
+    counts = plots.drift_counts(rows)
+    ours, stock = counts.get("rl_consistency"), counts.get("stock")
+    checks = series(rows, "consistency/gradient_check/passed")[1]
+    rerouted = sum(series(rows, "consistency/rerouted_tokens")[1])
+    drifted = any(series(rows, "consistency/mismatched_tokens")[1]) or rerouted
+    bad = ours is None or drifted or not all(checks)
+    if ours is not None and rerouted:
+        ours += f", {rerouted:,.0f} met other experts"
+    passed = f" passed: {sum(checks):.0f} of {len(checks)}" if checks else ": none in this run"
+    details = (
+        f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
+        f"Gradient checks{passed}."
+    )
+    return (
+        f'<section class="verdict{" bad" if bad else ""}">'
+        f"<strong>{html.escape(ours or 'Drift was not measured')}</strong>"
+        f"<p>{html.escape(details)}</p></section>"
+    )
+
+
+def _sections(run_dir: Path, rows: Rows) -> str:
+    parts = []
+    routed = {key for panel in EXPERTS.panels for key in panel.keys}
+    for section in sections(of_experts=any(routed & row.keys() for row in rows)):
+        if section is WORST:
+            content = _worst_tokens(run_dir)
+        else:
+            content = _svg(plots.section_figure(section, rows), section.title)
+        heading = f"<h2>{section.title}</h2><p>{section.caption}</p>"
+        parts.append(f"<section>{heading}\n{content}</section>")
+    return "\n".join(parts)
+
+
+def _worst_tokens(run_dir: Path) -> str:
+    """The table of the first bundle, or of another if that one was not localized."""
+    bundles = sorted((run_dir / REPLAY).glob("bundle-*"))
+    bundles.sort(key=lambda path: not (path / LOCALIZATION).is_file())
+    if not bundles:
+        return "<p>No replay bundle is here: no token differed.</p>"
+    try:
+        bundle = load_replay_bundle(bundles[0])
+    except (ValueError, OSError) as error:  # the page is about the run, not about this file
+        return f"<p>{html.escape(str(error))}</p>"
+    pairs = zip(bundle.sequences, bundle.prompt_lengths, strict=True)
+    rows = worst_tokens(
+        [sequence[length:] for sequence, length in pairs],
+        [(index, 0) for index in bundle.sequence_indices],
+        bundle.rollout_logprobs,
+        bundle.training_logprobs,
+        lambda ids: str(ids[0]),
+        most=MOST_ROWS,
+    )
+    heads = ["token id", "sequence", "position", "rollout", "training", "training − rollout"]
+    # Nine digits tell two fp32 values apart.
+    lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
+    texts, fault = _texts(bundles[0])
+    if texts:
+        heads.insert(1, "token")
+        for line in lines:
+            line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
+    head = "".join(f"<th class=number>{name}</th>" for name in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td class=number>{value}</td>' for value in line)}</tr>" for line in lines
+    )
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}.{fault}"
+    return f"<p>{where}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _texts(bundle: Path) -> tuple[dict[str, str], str]:
+    """Token id -> its text as Python writes it, where the run wrote it, and what is damaged."""
+    file = bundle / TEXTS
+    if not file.is_file():
+        return {}, ""
+    try:
+        texts = parse_json_object(file.read_bytes())
+        for token, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"the text of token {token} is {type(text).__name__}, not str")
+    except (ValueError, OSError) as error:  # as above
+        return {}, html.escape(f" {TEXTS}: {error}.")
+    return {token: repr(text) for token, text in texts.items()}, ""
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an inline SVG element; its ids are hashes of what they name."""
+    stream = io.StringIO()
+    # No date, and the style's fixed salt: the same run gives the same page.
+    with rc_context(plots.STYLE):
+        figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
+    text = stream.getvalue()
+    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def _summary(path: Path) -> str:
+    if not path.is_file():
+        return (
+            "<section><h2>Summary</h2><p>There is no summary.json: the run has not finished. "
+            "The figures above are those of the steps so far.</p></section>"
+        )
+    try:
+        summary = parse_json_object(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: resume the run to rewrite it") from error
+    flat = dict(_flattened(summary))
+    paths = ("consistency/", "stock/")
+    figures = dict.fromkeys(name.split("/", 1)[1] for name in flat if name.startswith(paths))
+    tables = []
+    if figures:
+        head = "<th>figure</th><th class=number>rl_consistency</th><th class=number>stock</th>"
+        cells = {name: [flat.get(path + name, "") for path in paths] for name in figures}
+        tables.append(f"<table><tr>{head}</tr>{_table_rows(cells)}</table>")
+    if rest := {name: [value] for name, value in flat.items() if not name.startswith(paths)}:
+        tables.append(f"<table>{_table_rows(rest)}</table>")
+    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(tables)}</section>"
+
+
+def _table_rows(cells: Mapping[str, Sequence[Any]]) -> str:
+    return "".join(
+        f"<tr><td>{html.escape(name)}</td>"
+        + "".join(f"<td class=number>{_shown(value)}</td>" for value in values)
+        + "</tr>"
+        for name, values in cells.items()
+    )
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _flattened(value, f"{prefix}{name}/")
+        else:
+            found.append((prefix + name, value))
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        # Exact 0 and 1 are claims: a number that only rounds to them must not look like them.
+        if not math.isfinite(value) or value in (0.0, 1.0):
+            return repr(value)
+        return f"{value:.6g}" if f"{value:.6g}" not in ("0", "1") else repr(value)
+    if isinstance(value, str):
+        return html.escape(value)
+    return html.escape(json.dumps(value))
+
+
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "tokens", "finish_reason")
+SAMPLE_STEPS = 3
+"""Steps that are shown at either end of the run."""
+
+
+def samples_section(file: Path) -> str:
+    """Completions of the first and the last steps with their rewards; "" where a run has none."""
+    rows = read_rows(file, _check_samples) if file.is_file() else []
+    if not rows:
+        return ""
+    shown = rows if len(rows) <= 2 * SAMPLE_STEPS else [*rows[:SAMPLE_STEPS], *rows[-SAMPLE_STEPS:]]
+    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in SAMPLE_COLUMNS)
+    body = "".join(line for row in shown for line in _sample_lines(row))
+    return (
+        "<section><h2>Samples</h2><p>Completions of the first and the last steps, the best and the "
+        f"worst of a group. All are in {file.name}.</p><table><tr>{head}</tr>{body}</table>"
+        "</section>"
+    )
+
+
+def _sample_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    for sample in row["samples"]:
+        cells = {**sample, "step": row["step"], "reward": f"{sample['reward']:.6g}"}
+        texts = (html.escape(str(cells[name])) for name in SAMPLE_COLUMNS)
+        yield "<tr>" + "".join(f"<td><code>{text}</code></td>" for text in texts) + "</tr>"
+
+
+def _check_samples(row: dict[str, Any]) -> None:
+    samples = row.get("samples")
+    needed = {*SAMPLE_COLUMNS} - {"step"}
+    if not isinstance(samples, list) or not all(
+        isinstance(s, dict) and needed <= s.keys() and isinstance(s["reward"], int | float)
+        for s in samples
+    ):
+        raise TypeError('"samples" must be a list of completions with their rewards')

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_consistency.cli.live_progress import start_up
-from rl_consistency.cli.uncollected import uncollected_imports
+from rl_consistency.cli.console import start_up
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package."""
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
     with uncollected_imports():
         from rl_consistency.cli.page.plots import save_picture
-        from rl_consistency.cli.page.report import render
+        from rl_consistency.cli.report import render
         from rl_consistency.trainers.config.recipe import dump_config, load_config
         from rl_consistency.trainers.launch import is_first_process, leave
         from rl_consistency.trainers.run import train
@@ -147,3 +150,17 @@ def _cell(value: float | None, form: str) -> str:
 
 def _span(summary: dict[str, Any], name: str) -> str:
     return f"{summary[f'{name}/first']:.3f} -> {summary[f'{name}/last']:.3f}"
+
+
+@contextmanager
+def uncollected_imports() -> Iterator[None]:
+    """The first imports of a process: no collection looks at what they make, then or later."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield  # what else is in memory by now may be garbage one day
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_consistency.cli.live_progress import live_progress
+from rl_consistency.cli.console import live_progress
 from rl_consistency.cli.verify import DTYPES, chosen_device
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ def line_of(outcome: Outcome) -> str:
     """One work in one line."""
     times = f"{outcome.default_us:.1f} -> {outcome.winner_us:.1f} us"
     known = " (known)" if outcome.known else ""
-    struck = f"  STRUCK: {', '.join(outcome.struck)}" if outcome.struck else ""
-    return f"{outcome.work.key}: {times}  {outcome.winner}{known}{struck}"
+    withdrawn = f"  WITHDRAWN: {', '.join(outcome.withdrawn)}" if outcome.withdrawn else ""
+    return f"{outcome.work.key}: {times}  {outcome.winner}{known}{withdrawn}"
 
 
 def show(console: Console, report: TuningReport, works: list[Work]) -> None:
-    """The table of the largest gains, what was struck or left out, and the sum."""
+    """The table of the largest gains, what was withdrawn or left out, and the sum."""
     changed = [outcome for outcome in report.outcomes if outcome.winner != outcome.default]
     saved = {outcome.work.entry: _saved(outcome) for outcome in changed}
     changed.sort(key=lambda outcome: -saved[outcome.work.entry])
@@ -116,8 +116,8 @@ def show(console: Console, report: TuningReport, works: list[Work]) -> None:
             gain = f"{outcome.gain:.2f} x"
             table.add_row(escape(outcome.work.key), *times, gain, escape(outcome.winner))
         console.print(table)
-    for name, reason in report.struck.items():
-        console.print(f"[red]struck[/] {escape(name)}: {escape(reason)}", highlight=False)
+    for name, reason in report.withdrawn.items():
+        console.print(f"[red]withdrawn[/] {escape(name)}: {escape(reason)}", highlight=False)
     reasons = dict.fromkeys(report.left_out.values())
     for reason in reasons:
         names = [name for name, why in report.left_out.items() if why == reason]

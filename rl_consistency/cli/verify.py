@@ -17,9 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rl_consistency.cli import world
-from rl_consistency.cli.live_progress import live_progress
-from rl_consistency.cli.mutants import report_mutants
-from rl_consistency.cli.output_file import require_writable, write_whole
+from rl_consistency.cli.console import live_progress, report_mutants
+from rl_consistency.numerics.files import require_writable, write_output
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         found = fingerprint(device)
         record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
         record["machine"] = _machine(device)
-        write_whole(args.json, json.dumps(record | content, indent=1) + "\n")
+        write_output(args.json, json.dumps(record | content, indent=1) + "\n")
     return 0 if passed else 1
 
 

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_consistency.cli.live_progress import live_progress
-from rl_consistency.cli.mutants import report_mutants
+from rl_consistency.cli.console import live_progress, report_mutants
 
 if TYPE_CHECKING:
     import torch

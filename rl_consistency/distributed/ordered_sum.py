@@ -1,10 +1,10 @@
-"""g = leaf 0 + leaf 1 + ... in leaf order, whichever rank computed a leaf.
+"""g = part 0 + part 1 + ... in part order, whichever rank computed a part.
 
-Shapes: vectors [world size * n] -> this rank's slice [n]; one vector per key and leaf.
+Shapes: vectors [world size * n] -> this rank's slice [n]; one vector per key and part.
 Dtypes and rounding points: fp32; each addition rounds.
 Order: ORDER below, `leaf_sum`.
 Invariant to: number of ranks and nodes, how vectors are cut into keys, when they are added.
-Varies with: the number of leaves and of their groups.
+Varies with: the number of parts and of their groups.
 Errors: TypeError on another dtype, ValueError on a length that the ranks do not divide,
     CollectiveError when a rank is lost.
 Cost: a round sends what an fp32 reduce-scatter sends. The carry has 4 / world size bytes per
@@ -14,15 +14,17 @@ Cost: a round sends what an fp32 reduce-scatter sends. The carry has 4 / world s
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.leaves import LeafOrder, Round
+from rl_consistency.distributed.gradient_parts import PartOrder, Round
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.numerics.errors import ConsistencyError
 
 ORDER = ReductionOrder(
     id="leaf_sum",
@@ -38,15 +40,15 @@ parameter.grad (fp32) = group 0; for each further group, upward: parameter.grad 
 
 
 class OrderedSum:
-    """Sums of vectors over the leaves of a step. Each rank keeps one slice of every sum.
+    """Sums of vectors over the parts of a step. Each rank keeps one slice of every sum.
 
-    In each round every rank adds its leaf's vectors, all ranks the same keys in the same order. A
-    rank without a leaf adds vectors of the right length, which count for nothing. On CUDA the work
+    In each round every rank adds its part's vectors, all ranks the same keys in the same order. A
+    rank without a part adds vectors of the right length, which count for nothing. On CUDA the work
     has a stream of its own, and no call waits for the device.
     """
 
-    def __init__(self, world: World, order: LeafOrder):
-        """Every rank calls it. ValueError if so many ranks cannot share the leaves."""
+    def __init__(self, world: World, order: PartOrder):
+        """Every rank calls it. ValueError if so many ranks cannot share the parts."""
         inner_size = order.inner_size(world.size, world.ranks_per_node)
         self.world = world
         self.rounds = order.rounds(world.rank, world.size, inner_size)
@@ -54,7 +56,7 @@ class OrderedSum:
         self._round = self.rounds[0]
         self._inner, self._across = world.split(inner_size)
         self.slice_index = self._inner.rank * self._across.size + self._across.rank
-        """Which slice of a vector is this rank's; its rank if there is one group of leaves."""
+        """Which slice of a vector is this rank's; its rank if there is one group of parts."""
         cuda = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if cuda else None
         self._sent: deque[tuple[str, Tensor, Callable[[], Tensor]]] = deque()
@@ -75,7 +77,7 @@ class OrderedSum:
                 self._fold(0)
 
     def add(self, key: str, vector: Tensor) -> None:
-        """Add this rank's leaf, [world size * n] fp32, which belongs to the sum from now on."""
+        """Add this rank's part, [world size * n] fp32, which belongs to the sum from now on."""
         if vector.dtype != torch.float32:
             raise TypeError(f"gradient {key} must be torch.float32, got {vector.dtype}.")
         if vector.dim() != 1 or len(vector) % self.world.size:
@@ -108,7 +110,7 @@ class OrderedSum:
 
     @property
     def in_last_round(self) -> bool:
-        """Whether sums are complete once this round's leaves are added."""
+        """Whether sums are complete once this round's parts are added."""
         return self.round_index == len(self.rounds) - 1
 
     def by_slice(self, vector: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ class OrderedSum:
             _continue(self._group_carry, key, wait())
             if not self._round.groups:
                 continue
-            # A rank whose group has no leaf sends nothing, and gives the length.
+            # A rank whose group has no part sends nothing, and gives the length.
             group = self._group_carry.pop(key, vector[: len(vector) // self._inner.size])
             what = f"{self._what(key)} of groups"
             _continue(self._carry, key, self._across.exchange(what, group, self._round.groups)())
@@ -159,3 +161,111 @@ def _continue(carries: dict[str, Tensor], key: str, chunks: Tensor) -> None:
             carries[key].add_(chunk)
         else:  # one chunk of several would keep the memory of all
             carries[key] = chunk if len(chunks) == 1 else chunk.clone()
+
+
+class GradientBuckets:
+    """Sums gradients by name over the parts of a step; see `OrderedSum`.
+
+    A step: for each round of `step`, `put` every gradient of the part; then `take`, and `gather`
+    where whole gradients are needed. A bucket is sent when it and those before it are full. So all
+    ranks send in one order, that of a backward pass: the last parameters first. Buckets do not
+    change a bit.
+    """
+
+    def __init__(
+        self, total: OrderedSum, shapes: Mapping[str, tuple[int, ...]], bucket_bytes: int = 64 << 20
+    ):
+        """`shapes` are those of all gradients, in the same order on every rank."""
+        self._total, self._shapes = total, dict(shapes)
+        self._numels = {name: prod(shape) for name, shape in self._shapes.items()}
+        self._buckets: list[list[str]] = []
+        room = 0
+        for name in reversed(self._shapes):
+            room -= 4 * self._numels[name]
+            if room < 0 or not self._buckets:
+                self._buckets.append([])
+                room = bucket_bytes - 4 * self._numels[name]
+            self._buckets[-1].append(name)
+
+    def step(self) -> Iterator[Round]:
+        """The rounds of a step, for the caller's loop. The other ranks wait for what this one does
+        not give, so NaN is sent for it, and `take` reports it.
+        """
+        self._missing: list[str] = []
+        for round in self._total.step():
+            self._given: set[str] = set()
+            self._ready: dict[str, Tensor] = {}
+            self._unsent = deque(enumerate(self._buckets))
+            yield round
+            lacking = [name for name in reversed(self._shapes) if name not in self._given]
+            if round.part is not None:
+                self._missing += [f"{name} (leaf {round.part})" for name in lacking]
+            for name in lacking:
+                nothing = torch.full(self._shapes[name], torch.nan, device=self._total.world.device)
+                self.put(name, nothing)
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Give away the finished gradient of a part, fp32: from a post-accumulate-grad hook in the
+        part's last micro-batch, which then sets `.grad` to None. What filler gives is not added.
+
+        Raises: TypeError on another dtype; ValueError on an unknown name, another shape or a
+        gradient given twice.
+        """
+        if gradient.dtype != torch.float32:
+            raise TypeError(
+                f"the gradient of {name} must be torch.float32, got {gradient.dtype}. Patch the "
+                "model with grad_dtype=torch.float32."
+            )
+        shape = self._shapes.get(name)
+        if name in self._given or gradient.shape != shape:
+            expected = "no such parameter" if shape is None else f"its shape is {list(shape)}"
+            raise ValueError(
+                f"the gradient of {name}, {list(gradient.shape)}, is not expected: each parameter "
+                f"gives one per leaf, of its own shape ({expected})."
+            )
+        self._given.add(name)
+        self._ready[name] = gradient.detach()
+        while self._unsent and self._given.issuperset(self._unsent[0][1]):
+            self._send()
+
+    def take(self) -> dict[str, Tensor]:
+        """This rank's part [n] of each flattened gradient, by name, in the order of `shapes`; names
+        of which it has nothing are left out. Changes in place enter what `gather` gives.
+
+        Raises: ConsistencyError on every rank if a rank did not give a gradient.
+        """
+        lacking = enumerate(self._total.world.gather("missing gradients", self._missing))
+        found = [f"rank {r} has no gradient of {', '.join(m[:3])}" for r, m in lacking if m]
+        if found:
+            raise ConsistencyError(
+                f"{'; '.join(found)}. No weight was changed. Every parameter must take part in the "
+                "loss of every leaf, and its hook must run on every rank."
+            )
+        self._slices = [self._total.take(f"bucket {i}") for i in range(len(self._buckets))]
+        parts: dict[str, Tensor] = {}
+        for names, own in zip(self._buckets, self._slices, strict=True):
+            start = -self._total.slice_index * len(own)
+            for name in names:
+                part = own[max(start, 0) : max(start + self._numels[name], 0)]
+                if len(part):
+                    parts[name] = part
+                start += self._numels[name]
+        return {name: parts[name] for name in self._shapes if name in parts}
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """All gradients, whole, bucket by bucket, from what `take` gave every rank; they are
+        forgotten here. Every rank reads all of them."""
+        while self._slices:
+            names, own = self._buckets[len(self._slices) - 1], self._slices.pop()
+            vector = self._total.gather(f"bucket {len(self._slices)}", own)
+            lengths = [self._numels[name] for name in names]
+            for name, piece in zip(names, vector[: sum(lengths)].split(lengths), strict=True):
+                yield name, piece.view(self._shapes[name])
+
+    def _send(self) -> None:
+        index, names = self._unsent.popleft()
+        parts = [self._ready.pop(name).reshape(-1) for name in names]
+        if padding := -sum(map(len, parts)) % self._total.world.size:
+            parts.append(parts[0].new_zeros(padding))
+        # A large matrix is a bucket of its own, and is sent from where it lies.
+        self._total.add(f"bucket {index}", parts[0] if len(parts) == 1 else torch.cat(parts))

@@ -33,14 +33,13 @@ from rl_consistency.integrations.stock_measure import (
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.sharding import unwrapped
+from rl_consistency.numerics.patched import replaced
 from rl_consistency.parity.drift import DriftReport
 from rl_consistency.parity.foreign_drift import check_known
 from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 _MARK = "_rl_consistency_attachment"
-
-_MISSING = object()
 
 
 class Attachment:
@@ -77,18 +76,7 @@ class Attachment:
         self, owner: Any, name: str, value: object, unless: Callable[[], bool] = lambda: False
     ) -> None:
         """An attribute of an object's own, put back by `detach` unless that says otherwise then."""
-        found = vars(owner).get(name, _MISSING)
-
-        def put_back() -> None:
-            if unless():
-                return
-            if found is _MISSING:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = found
-
-        self._undo.callback(put_back)
-        vars(owner)[name] = value
+        self._undo.enter_context(replaced(owner, name, value, unless=unless))
 
     def _call_back(self, trainer: Any, callback: TrainerCallback) -> None:
         trainer.add_callback(callback)

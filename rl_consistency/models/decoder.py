@@ -15,7 +15,7 @@ from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT as LAUNCH_ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
-from rl_consistency.models.checkpointing import (
+from rl_consistency.models.hooks_and_checkpointing import (
     is_checkpointed_otherwise,
     refuse_selective_checkpointing,
 )

@@ -23,10 +23,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
-from rl_consistency.models.checkpointing import is_checkpointed_otherwise
-from rl_consistency.models.copied_settings import copied_settings
-from rl_consistency.models.known_hooks import asks_for_gradients, captures_outputs
-from rl_consistency.models.modules import ADDED, CanonicalModule
+from rl_consistency.models.families import normalizes
+from rl_consistency.models.hooks_and_checkpointing import (
+    asks_for_gradients,
+    captures_outputs,
+    is_checkpointed_otherwise,
+)
+from rl_consistency.models.modules import (
+    ADDED,
+    CanonicalAttention,
+    CanonicalMLP,
+    CanonicalModule,
+    CanonicalRotaryEmbedding,
+)
+from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
 from rl_consistency.models.sharding import is_sharded, of_a_library
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -256,7 +266,7 @@ class ForwardState(NamedTuple):
 
     hooked: bool
     """Whether any module has a hook, or a checkpointing of its own: what these read in turn cannot
-    be seen. Hooks that change nothing are not counted (`known_hooks`)."""
+    be seen. Hooks that change nothing are not counted (`hooks_and_checkpointing`)."""
     config: str
     values: tuple[object, ...]
     """Classes, attributes, hooks and identities of all modules, and the functions they call."""
@@ -327,3 +337,16 @@ def _getter(module: nn.Module) -> itemgetter[Any]:
         if key not in unwatched and (value is None or isinstance(value, (bool, int, float, str)))
     ]
     return itemgetter("_parameters", "_modules", "_buffers", *HOOKS, *plain)
+
+
+def copied_settings(config: Any, module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that hold what the config says."""
+    if isinstance(module, CanonicalMLP | CanonicalExperts):
+        return {"activation": families.ACTIVATIONS[config.hidden_act]}
+    if isinstance(module, CanonicalRouter):
+        return {"normalizes": normalizes(config)}
+    if isinstance(module, CanonicalAttention):
+        return {"window": families.window_of(config, module)}
+    if isinstance(module, CanonicalRotaryEmbedding):
+        return {"rope_settings": repr(config.rope_parameters)}
+    return {}

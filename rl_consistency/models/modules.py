@@ -34,8 +34,8 @@ from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
-from rl_consistency.models.known_hooks import captures_outputs
-from rl_consistency.models.stock.attention import stock_attention, stock_captured_attention
+from rl_consistency.models.hooks_and_checkpointing import captures_outputs
+from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
 ADDED = frozenset(

@@ -14,18 +14,19 @@ from torch import nn
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models import families
-from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
-from rl_consistency.models.copied_settings import copied_settings
+from rl_consistency.models.coverage import CoverageTable, coverage
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.gradient_buffers import (
-    gradient_buffers,
-    own_buffers,
-    restore_gradient_dtype,
+from rl_consistency.models.inventory import (
+    Fault,
+    ForwardState,
+    ForwardWatch,
+    copied_settings,
+    faults,
 )
-from rl_consistency.models.inventory import Fault, ForwardState, ForwardWatch, faults
 from rl_consistency.models.modules import (
     ADDED,
     CanonicalAttention,
@@ -36,10 +37,11 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import (
-    SETTINGS,
     numeric_settings,
+    read_settings,
     verify_defaults,
     verify_settings,
+    write_settings,
 )
 from rl_consistency.numerics.strict import VARIABLE, current
 
@@ -84,7 +86,7 @@ class PatchSession:
         # The last states that were found without a fault; a sharded model changes between some.
         self._sound: deque[ForwardState] = deque(maxlen=4)
         self._settings = ExitStack()
-        self._settings_found = _read_settings()
+        self._settings_found = read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
         weakref.finalize(self, self._settings.close)
 
@@ -130,23 +132,23 @@ class PatchSession:
     def stock(self) -> Iterator[nn.Module]:
         """Inside the block, the unpatched Hugging Face model: same parameters, and the numeric
         settings from before the patch. Errors are those of `restore`."""
-        nested, held = self._in_stock, _read_settings()
+        nested, held = self._in_stock, read_settings()
         swapped = self._swap_to_stock()
         self._in_stock = True
-        _write_settings(self._settings_found)
+        write_settings(self._settings_found)
         try:
             yield self.model
         finally:
             self._in_stock = nested
             if self._taken:  # else the block restored the session
-                _write_settings(held)
+                write_settings(held)
                 for taken, module in swapped:
                     if not nested and unsharded_class(type(module)) is taken.stock:
                         module.__class__ = with_base(type(module), taken.canonical)
 
-    def report(self) -> AuditTable:
+    def report(self) -> CoverageTable:
         """Every leaf module and functional op on the forward path, with its verdict."""
-        return audit(self.model, patched=bool(self._taken) and not self._in_stock)
+        return coverage(self.model, patched=bool(self._taken) and not self._in_stock)
 
     def faults(self) -> list[Fault]:
         """What was changed since the patch and cannot be honoured; see `models/inventory.py`.
@@ -344,7 +346,7 @@ def patch(
     families.check_head(model)
     families.check_plans(model)
     families.check_parameters(model)
-    audit(model).require_supported()
+    coverage(model).require_supported()
     session = PatchSession(model, captures=cuda_graphs)
     try:
         session._settings.enter_context(numeric_settings())
@@ -388,10 +390,31 @@ def _shared_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
     return found
 
 
-def _read_settings() -> tuple[Any, ...]:
-    return tuple(setting.value() for setting in SETTINGS)
+def gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:
+    """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            uses.setdefault(parameter, []).append(own)
+    return {
+        name: buffer
+        for parameter, names in uses.items()
+        for name, buffer in zip(
+            names, GradientBuffer.for_uses(parameter, len(names), passes), strict=True
+        )
+    }
 
 
-def _write_settings(values: tuple[Any, ...]) -> None:
-    for setting, value in zip(SETTINGS, values, strict=True):
-        setting.write(value)
+def own_buffers(
+    buffers: dict[str, GradientBuffer], name: str, module: nn.Module
+) -> dict[str, GradientBuffer]:
+    """The buffers of a module's own parameters, by their names in it."""
+    own = dict(module.named_parameters(recurse=False))
+    return {key: buffers[f"{name}.{key}".lstrip(".")] for key in own}
+
+
+def restore_gradient_dtype(parameter: nn.Parameter) -> None:
+    """Let the gradient have the parameter's dtype, with a present one rounded to it."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,9 @@ def is_fsdp(module: object) -> bool:
     return isinstance(module, _class("torch.distributed.fsdp", "FSDPModule"))
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Policies inside `whole_weights`."""
+
 _LIBRARIES = ("torch.distributed.fsdp.", "deepspeed.")
 
 
@@ -65,7 +66,7 @@ def through(
     The policy has to be that of the wrapper. Without one `run` is called at once: ConsistencyError
     if there is one all the same and gradients are wanted, ValueError for shards without an engine.
     """
-    if policy in _WHOLE:
+    if policy in WHOLE:
         return run()
     if model is not policy or is_fsdp(policy):
         return model(run=run)
@@ -99,7 +100,7 @@ def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters are replaced, or emptied, between calls of the modules."""
-    return any(map(is_fsdp, model.modules())) or _has_zero3(model)
+    return any(map(is_fsdp, model.modules())) or has_zero3(model)
 
 
 def is_shard(parameter: Tensor) -> bool:
@@ -112,84 +113,6 @@ def is_shard(parameter: Tensor) -> bool:
 def of_a_library(hook: Callable[..., Any]) -> bool:
     """Whether a hook is one by which FSDP2 or DeepSpeed gathers and frees parameters."""
     return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, every parameter of the policy is whole and plain, and neither forward nor
-    backward passes speak with other ranks: for rollouts, gradient checks, digests and checkpoints.
-    Yields the policy.
-
-    Every rank enters it. What is written to parameters inside is lost. It may be nested, and does
-    nothing to a policy that is not sharded.
-    """
-    policy = unwrapped(model)
-    if policy in _WHOLE:
-        yield policy
-        return
-    with ExitStack() as stack:
-        if not any(is_shard(parameter) for parameter in policy.parameters()):
-            pass
-        elif _has_zero3(policy):
-            stack.enter_context(_gathered_by_zero3(policy))
-        else:
-            stack.enter_context(_unsharded(policy))
-        stack.enter_context(_no_library_hooks(policy))
-        _WHOLE.add(policy)
-        stack.callback(_WHOLE.discard, policy)
-        yield policy
-
-
-@contextmanager
-def _unsharded(policy: nn.Module) -> Iterator[None]:
-    modules: list[Any] = [m for m in policy.modules() if is_fsdp(m)]
-    if policy not in _ROOTS:
-        with torch.no_grad():  # FSDP2 takes the first module that is called for the root
-            policy(run=lambda: ())
-        _ROOTS.add(policy)
-    for module in modules:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.reshard()
-
-
-@contextmanager
-def _gathered_by_zero3(policy: nn.Module) -> Iterator[None]:
-    parameters: list[Any] = list(policy.parameters())
-    # A backward pass leaves some gathered, which would be freed a second time.
-    parameters[0]._z3_optimizer.parameter_offload.partition_all_parameters()
-    with sys.modules["deepspeed"].zero.GatheredParameters(parameters):
-        yield
-
-
-_WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Policies inside `whole_weights`."""
-
-_ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Policies that FSDP2 knows to be roots."""
-
-
-@contextmanager
-def _no_library_hooks(policy: nn.Module) -> Iterator[None]:
-    """Take off the hooks that would gather and free parameters, or reduce gradients."""
-    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    of_modules = [vars(module)[name] for module in policy.modules() for name in _HOOKS]
-    of_parameters = [parameter._post_accumulate_grad_hooks for parameter in policy.parameters()]
-    for hooks in filter(None, [*of_modules, *of_parameters]):
-        if any(map(of_a_library, hooks.values())):
-            taken.append((hooks, dict(hooks)))
-            for key in [key for key, hook in hooks.items() if of_a_library(hook)]:
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in taken:
-            added = {key: hook for key, hook in hooks.items() if key not in before}
-            hooks.clear()
-            hooks.update(before | added)
 
 
 _UNWRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -211,5 +134,6 @@ def _wrapper_of(policy: nn.Module) -> str | None:
     return None
 
 
-def _has_zero3(model: nn.Module) -> bool:
+def has_zero3(model: nn.Module) -> bool:
+    """Whether ZeRO-3 keeps shards of the parameters."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())

@@ -14,7 +14,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 
 
 @dataclass(frozen=True)
-class Setting:
+class NumericSetting:
     """One process-wide switch: how to read it, set it, and the value the orders need."""
 
     name: str
@@ -47,18 +47,18 @@ def _write_blas_library(library: torch._C._BlasBackend) -> None:
         torch.backends.cuda.preferred_blas_library(library)
 
 
-def _flag(name: str) -> Setting:
+def _flag(name: str) -> NumericSetting:
     matmul = torch.backends.cuda.matmul
-    return Setting(
+    return NumericSetting(
         f"cuda.matmul.{name}", partial(getattr, matmul, name), partial(setattr, matmul, name), False
     )
 
 
-def _reduction(dtype: str) -> Setting:
+def _reduction(dtype: str) -> NumericSetting:
     """Whether sums of 16-bit products may round early, and whether K may be split."""
     name = f"allow_{dtype}_reduced_precision_reduction"
     matmul = torch.backends.cuda.matmul
-    return Setting(
+    return NumericSetting(
         f"cuda.matmul.{name}",
         lambda: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")),
         partial(setattr, matmul, name),
@@ -68,13 +68,26 @@ def _reduction(dtype: str) -> Setting:
 
 _get, _set = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
 SETTINGS = (
-    Setting("float32_matmul_precision", _get, _set, "highest"),
+    NumericSetting("float32_matmul_precision", _get, _set, "highest"),
     _flag("allow_tf32"),
     _flag("allow_fp16_accumulation"),
     _reduction("bf16"),
     _reduction("fp16"),
-    Setting("cuda.preferred_blas_library", _read_blas_library, _write_blas_library, _CUBLASLT),
+    NumericSetting(
+        "cuda.preferred_blas_library", _read_blas_library, _write_blas_library, _CUBLASLT
+    ),
 )
+
+
+def read_settings() -> tuple[Any, ...]:
+    """What every setting is now; ConsistencyError where torch cannot say."""
+    return tuple(setting.value() for setting in SETTINGS)
+
+
+def write_settings(values: tuple[Any, ...]) -> None:
+    """Make every setting what `read_settings` gave."""
+    for setting, value in zip(SETTINGS, values, strict=True):
+        setting.write(value)
 
 
 @dataclass
@@ -96,17 +109,15 @@ def numeric_settings() -> Iterator[None]:
     one to end restores what the first one found.
     """
     if _held.count == 0:
-        _held.before = tuple(setting.value() for setting in SETTINGS)
+        _held.before = read_settings()
     _held.count += 1
     try:
-        for setting in SETTINGS:
-            setting.write(setting.required)
+        write_settings(tuple(setting.required for setting in SETTINGS))
         yield
     finally:
         _held.count -= 1
         if _held.count == 0:
-            for setting, value in zip(SETTINGS, _held.before, strict=True):
-                setting.write(value)
+            write_settings(_held.before)
 
 
 def verify_settings() -> None:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from rl_consistency.files.unfinished import write_whole
 from rl_consistency.models.families import ops_of
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.sharding import is_shard, unwrapped
+from rl_consistency.numerics.files import write_whole
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import OPS, Strictness
 from rl_consistency.parity.bytes import bits

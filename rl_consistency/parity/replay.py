@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rl_consistency.files.unfinished import replace, unfinished
+from rl_consistency.numerics.files import replace, unfinished
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
 from rl_consistency.parity.worst_tokens import worst_tokens

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from rl_consistency.models.modules import (
     CanonicalRMSNorm,
 )
 from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
+from rl_consistency.numerics.patched import replaced
 
 RESIDUAL = "residual"
 """The additions of a decoder layer; the other ops are those of `numerics.strict.OPS`."""
@@ -311,10 +311,10 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
     ]
     with ExitStack() as stack:
         for owner, name, report in wrapped:
-            stack.enter_context(patch.object(owner, name, _reporting(getattr(owner, name), report)))
+            stack.enter_context(replaced(owner, name, _reporting(getattr(owner, name), report)))
         # Ops are fused where a module has its own forward, which these stand for.
         own = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
-        stack.enter_context(patch.object(modules, "_FUSED_FORWARDS", own))
+        stack.enter_context(replaced(modules, "_FUSED_FORWARDS", own))
         stack.enter_context(layers_op_by_op())
         yield taps
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
+from rl_consistency.models.sharding import is_shard, unwrapped
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
@@ -305,7 +306,7 @@ class RolloutEngine:
             self._weights.after_step(ends_samples=bool(completions))
         else:
             self._weights.after_rollout()
-            self._weights.library_generation()
+            self._weights.withdrawals()
         return completions
 
     def warm_up(
@@ -332,7 +333,7 @@ class RolloutEngine:
         """
         with self._lock:
             self._require_idle("warm_up")
-            self._runner.begin(self._weights.library_generation())
+            self._runner.begin(self._weights.withdrawals())
             drafts, truncates = range(sampling.speculation + 1), sampling.restricts_support
             self._kernels.compile(drafts, truncates, batch_sizes, longest)
             self._runner.warm_up(
@@ -368,9 +369,9 @@ class RolloutEngine:
                 "the model's parameters are shards: enter whole_weights(model) on every rank, "
                 "around all of the rollout, or use generate."
             )
-        self._runner.begin(generation := self._weights.library_generation())
+        self._runner.begin(withdrawals := self._weights.withdrawals())
         self._kernels.compile_for(sequences)
-        if self._weights.take_over(weights_digest, generation):
+        if self._weights.take_over(weights_digest, withdrawals):
             self._blocks.reset()
         self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)
         self._requests.restart()

@@ -15,7 +15,7 @@ from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.patch import PatchSession, patched_session
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current
@@ -58,7 +58,7 @@ class _Origin(NamedTuple):
     digest: str
     strictness: Strictness
     path: tuple[PatchSession, ForwardState]
-    generation: int  # of the library products
+    withdrawals: int  # of library products
 
 
 class WeightsWatch:
@@ -72,18 +72,18 @@ class WeightsWatch:
             )
         self._model = model
         self._held: _Origin | None = None  # of the rollout under way, else of the last
-        self._generation = audit.generation()
+        self._withdrawals = audit.withdrawals()
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._num_steps = 0
 
-    def library_generation(self) -> int:
-        """The generation of library products in use; the host waits for the devices.
+    def withdrawals(self) -> int:
+        """Number of library products withdrawn so far; the host waits for the devices.
 
         Warns of products withdrawn since the last call; see `consistency.on_drift`.
         """
-        before, self._generation = self._generation, audit.generation()
-        if self._generation > before:
+        before, self._withdrawals = self._withdrawals, audit.withdrawals()
+        if self._withdrawals > before:
             warnings.warn(
                 "sampled library matrix products differ from the canonical order; withdrawn: "
                 f"{', '.join(audit.withdrawn_since(before))}. The engine drops its graphs and "
@@ -91,9 +91,9 @@ class WeightsWatch:
                 "may have other bits: draw them again, and train on from a checkpoint made before.",
                 stacklevel=2,
             )
-        return self._generation
+        return self._withdrawals
 
-    def take_over(self, given: str | None, generation: int) -> bool:
+    def take_over(self, given: str | None, withdrawals: int) -> bool:
         """Look at the model before a rollout; True if nothing cached before may be used: after any
         change, and always while modules have hooks.
 
@@ -104,7 +104,7 @@ class WeightsWatch:
         self._tensors = [tensor for _, tensor in _weights(self._model)]
         self._versions = self._look()
         self._num_steps = 0
-        held = _Origin(model_digest(self._model), current(), path, generation)
+        held = _Origin(model_digest(self._model), current(), path, withdrawals)
         self.compare(given, held)
         self._held = held
         # What a hook reads may have changed, and leaves no trace here.

@@ -72,8 +72,6 @@ def expert_product(
         picked=schedules.pick_product(product, *sizes, dtype, tma).name,
         others={"grouped_mm": library} if covered else {},
         entry=schedules.product_work(product, dtype, tma, *sizes),
-        library_entry=schedules.library_work(product, dtype, *sizes) if covered else "",
-        library_picked=schedules.prefers_library(product, *sizes, dtype),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, pairs * weight[0] * weight[1]),
     )

@@ -15,9 +15,8 @@ from statistics import median, quantiles
 
 from torch import Tensor
 
-from rl_consistency.kernels.core.cache.tuned_schedules import RULE, TunedSchedules, Winner
+from rl_consistency.kernels.core.findings import RULE, Findings, Winner, of_work
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.kernels.matmul.schedules import LIBRARY, TRITON
 from rl_consistency.tuning.stopwatch import Bench, Call, Timer, interleaved
 from rl_consistency.tuning.work import Op, Work, compare
 
@@ -40,11 +39,11 @@ class Outcome:
 
     work: Work
     default: str
-    """What runs without a winner: a schedule, or `library`."""
+    """The schedule that runs without a winner."""
     default_us: float
     winner: str
     winner_us: float
-    struck: dict[str, str] = field(default_factory=dict)
+    withdrawn: dict[str, str] = field(default_factory=dict)
     """Candidates whose bytes differ: why."""
     unable: dict[str, str] = field(default_factory=dict)
     """Candidates that do not fit this device: why."""
@@ -90,8 +89,8 @@ def fastest(seconds: Mapping[str, float]) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
-def measured(work: Work, bench: Bench, store: TunedSchedules, *, again: bool = False) -> Outcome:
-    """Tune one work: compare, strike, time, and keep the winner in the store.
+def measured(work: Work, bench: Bench, store: Findings, *, again: bool = False) -> Outcome:
+    """Tune one work: compare, withdraw, time, and keep the winner in the store.
 
     A winner that the store has already is compared and not timed, unless `again`.
     """
@@ -99,20 +98,19 @@ def measured(work: Work, bench: Bench, store: TunedSchedules, *, again: bool = F
     field = _entered(work, bench, store, known or ())
     if known is not None and known[0] in field.usable:
         return _of_the_store(work, store)
-    if known is not None:  # it has been struck just now
+    if known is not None:  # it has been withdrawn just now
         return measured(work, bench, store, again=True)
     return _timed(field, bench, store)
 
 
 @dataclass(frozen=True)
 class _Field:
-    """Who may run for a work: the schedules and other ways with the reference's bytes."""
+    """Who may run for a work: the schedules with the reference's bytes."""
 
     work: Work
     operands: tuple[Tensor, ...]
     usable: dict[str, Op]
     unable: dict[str, str]
-    differing: dict[str, int]
 
     def timers(self, bench: Bench) -> dict[str, Timer]:
         # Timed calls may write into their operands, so all of them come after the comparisons.
@@ -121,59 +119,51 @@ class _Field:
         return bench.timers({name: _on(call, sets) for name, call in self.usable.items()})
 
 
-def _entered(work: Work, bench: Bench, store: TunedSchedules, only: Sequence[str]) -> _Field:
-    """Compare all ways of a work, or `only` some and the default; strike those of other bytes."""
+def _entered(work: Work, bench: Bench, store: Findings, only: Sequence[str]) -> _Field:
+    """Compare the candidates of a work, or `only` some and the default; withdraw those of other
+    bytes."""
     operands = work.operands()
     bench.prepare([partial(call, *operands) for call in _calls(work, only)])
-    found = compare(work, operands, tuple(only))
+    found = compare(work, operands, tuple(only) or tuple(work.candidates))
     used = store.winner(work.entry)
-    for name, reason in found.struck.items():
-        store.strike(work.entry, name, reason)
+    for name, reason in found.withdrawn.items():
+        store.withdraw(of_work(work.entry, name), reason)
         if used is not None and used.schedule == name:
             # What was computed with it, an engine's graphs and keys, has to go.
-            audit.withdraw(f"{work.entry}: {name}")
-    # What was struck earlier stays so, whatever it gave today.
-    struck = store.struck.get(work.entry, {})
-    usable = {n: call for n, call in found.equal.items() if n == work.default or n not in struck}
-    return _Field(work, operands, usable, found.unable, found.differing)
+            audit.withdraw(of_work(work.entry, name))
+    # What was withdrawn earlier stays so, whatever it gave today.
+    usable = {
+        name: call
+        for name, call in found.equal.items()
+        if name == work.default or not store.is_withdrawn(work.entry, name)
+    }
+    return _Field(work, operands, usable, found.unable)
 
 
-def _timed(field: _Field, bench: Bench, store: TunedSchedules) -> Outcome:
+def _timed(field: _Field, bench: Bench, store: Findings) -> Outcome:
     """Race, keep what won in the store, and tell."""
-    work, timers = field.work, field.timers(bench)
-    schedules = {name: timer for name, timer in timers.items() if name not in work.others}
-    first = race(schedules, work.default)
+    work = field.work
+    first = race(field.timers(bench), work.default)
     if first.winner != work.default and not _holds_for_fewer(work, first.winner, bench, store):
         first = replace(first, winner=work.default, winner_us=first.default_us)
     store.keep(work.entry, _finding(first, work.default))
-    default, winner, times, scatter = work.default, first.winner, first, first.scatter
-    # Without the canonical bytes the library gets no certificate, and its time does not matter.
-    ways = [name for name in work.others if field.differing.get(name) == 0]
-    if work.library_entry and not ways:
-        store.keep(work.library_entry, Winner(TRITON, first.winner_us, first.winner_us))
-    elif work.library_entry:
-        (library,) = ways
-        rule = LIBRARY if work.library_picked else TRITON
-        second = race({LIBRARY: timers[library], TRITON: schedules[first.winner]}, rule)
-        if second.winner != rule and not _way_holds_for_fewer(work, second.winner, bench, store):
-            second = replace(second, winner=rule, winner_us=second.default_us)
-        store.keep(work.library_entry, _finding(second, rule))
-        scatter = max(scatter, second.scatter)
-        if second.winner == LIBRARY:
-            winner = LIBRARY
-            times = replace(first, winner_us=second.winner_us)
-        if work.library_picked:
-            default, times = LIBRARY, second
     return Outcome(
         work=work,
-        default=default,
-        default_us=times.default_us,
-        winner=winner,
-        winner_us=times.winner_us,
-        struck=dict(store.struck.get(work.entry, {})),
+        default=work.default,
+        default_us=first.default_us,
+        winner=first.winner,
+        winner_us=first.winner_us,
+        withdrawn=_withdrawn(work, store),
         unable=field.unable,
-        scatter=scatter,
+        scatter=first.scatter,
     )
+
+
+def _withdrawn(work: Work, store: Findings) -> dict[str, str]:
+    """The candidates of a work that were withdrawn: why."""
+    known = store.withdrawn
+    names = {name: of_work(work.entry, name) for name in work.candidates}
+    return {name: known[of] for name, of in names.items() if of in known}
 
 
 def _finding(found: Race, rule: str) -> Winner:
@@ -182,7 +172,7 @@ def _finding(found: Race, rule: str) -> Winner:
     return Winner(schedule, found.winner_us, found.default_us)
 
 
-def _holds_for_fewer(work: Work, winner: str, bench: Bench, store: TunedSchedules) -> bool:
+def _holds_for_fewer(work: Work, winner: str, bench: Bench, store: Findings) -> bool:
     """Whether the rule's own schedule for fewer rows of the bucket does not beat a winner there."""
     fewer = work.fewer
     if fewer is None or fewer.default == winner:
@@ -191,48 +181,25 @@ def _holds_for_fewer(work: Work, winner: str, bench: Bench, store: TunedSchedule
     return winner in field.usable and race(field.timers(bench), winner).winner == winner
 
 
-def _way_holds_for_fewer(work: Work, way: str, bench: Bench, store: TunedSchedules) -> bool:
-    """Whether a way that wins, the library or a schedule, wins for fewer rows of the bucket too."""
-    fewer = work.fewer
-    if fewer is None or fewer.library_picked == (way == LIBRARY):
-        return True
-    kept = store.winner(fewer.entry)
-    schedule = fewer.default if kept is None else kept.schedule
-    field = _entered(fewer, bench, store, (schedule, *fewer.others))
-    timers, (library,) = field.timers(bench), fewer.others
-    if schedule not in timers or field.differing[library]:
-        # A schedule that is struck just now wins nothing; a library that differs never runs.
-        return schedule in timers
-    return race({LIBRARY: timers[library], TRITON: timers[schedule]}, way).winner == way
-
-
-def _of_the_store(work: Work, store: TunedSchedules) -> Outcome:
+def _of_the_store(work: Work, store: Findings) -> Outcome:
     """A known work's outcome, with the times of an earlier measurement."""
-    kept, choice = store.finding(work.entry), store.finding(work.library_entry)
+    kept = store.finding(work.entry)
     assert kept is not None
-    rule = LIBRARY if work.library_picked else TRITON
-    way = rule if choice is None or choice.schedule == RULE else choice.schedule
-    by_library = choice is not None and way == LIBRARY
-    schedule = work.default if kept.schedule == RULE else kept.schedule
-    of_winner = choice if choice is not None and (by_library or work.library_picked) else kept
-    of_default = choice if choice is not None and work.library_picked else kept
     return Outcome(
         work=work,
-        default=LIBRARY if work.library_picked else work.default,
-        default_us=of_default.default_us,
-        winner=LIBRARY if by_library else schedule,
-        winner_us=of_winner.us,
-        struck=dict(store.struck.get(work.entry, {})),
+        default=work.default,
+        default_us=kept.default_us,
+        winner=work.default if kept.schedule == RULE else kept.schedule,
+        winner_us=kept.us,
+        withdrawn=_withdrawn(work, store),
         known=True,
     )
 
 
-def _known(work: Work, store: TunedSchedules) -> tuple[str, ...] | None:
-    """The winner that the store has, if it has all that this work would give."""
-    kept, choice = store.finding(work.entry), store.finding(work.library_entry)
-    if kept is None or kept.schedule not in (RULE, *work.candidates):
-        return None
-    if work.library_entry and (choice is None or choice.schedule not in (RULE, LIBRARY, TRITON)):
+def _known(work: Work, store: Findings) -> tuple[str, ...] | None:
+    """The winner that the store has, with its times."""
+    kept = store.finding(work.entry)
+    if kept is None or not kept.us or kept.schedule not in (RULE, *work.candidates):
         return None
     return (work.default if kept.schedule == RULE else kept.schedule,)
 

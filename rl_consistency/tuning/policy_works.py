@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_consistency.kernels.core.cache.tuned_schedules import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.findings import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK

@@ -70,8 +70,6 @@ def product(
         picked=schedules.pick(m, n, k, dtype, layout, tma, out_dtype).name,
         others={"cublaslt": library} if covered else {},
         entry=schedules.product_work(layout, dtype, out_dtype, _described(tma, dtype), m, n, k),
-        library_entry=schedules.library_work(layout, dtype, out_dtype, m, n, k) if covered else "",
-        library_picked=schedules.prefers_library(m, n, k, dtype, layout, out_dtype),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, m * n * k),
     )
@@ -94,11 +92,9 @@ def fold(
         return gradient
 
     def library(dy: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
-        library_outer(dy, x, gradient)
-        return gradient
+        return library_outer(dy, x, gradient)
 
     covered = fresh and dtype != torch.float32 and tokens % 16 == 0
-    names = "tn", dtype, torch.float32
     moved = tokens * (n + k) * dtype.itemsize + n * k * 4
     processors = sm_count(device)
     return Work(
@@ -109,8 +105,6 @@ def fold(
         picked=fold_schedules.pick(tokens, n, k, dtype, tma=tma, processors=processors).name,
         others={"cublaslt": library} if covered else {},
         entry=fold_schedules.fold_work(tokens, n, k, dtype, tma=tma),
-        library_entry=schedules.library_work(*names, tokens, n, k) if covered else "",
-        library_picked=schedules.prefers_library(tokens, n, k, dtype, "tn"),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, tokens * n * k),
     )

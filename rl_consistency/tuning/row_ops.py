@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.cache.tuned_schedules import schedule_name
+from rl_consistency.kernels.core.findings import schedule_name
 from rl_consistency.kernels.glu import activation_triton as glu
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.rms_norm import schedules as rms_norm

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from rl_consistency.kernels.experts.schedules import MOST_TOP_K
-from rl_consistency.models.families import ACTIVATIONS, SPARSE
-from rl_consistency.models.moe.settings import num_experts
+from rl_consistency.models.families import ACTIVATIONS, SPARSE, num_experts
 from rl_consistency.tuning.expert_products import expert_fold, expert_product, one_row
 from rl_consistency.tuning.products import fold, product
 from rl_consistency.tuning.work import Work

@@ -11,10 +11,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from rl_consistency.kernels.core.cache.tuned_schedules import (
+from rl_consistency.kernels.core.findings import (
     MOST_ROWS,
-    TunedSchedules,
-    tuned_schedules,
+    Findings,
+    findings_of,
 )
 from rl_consistency.kernels.core.operand import require_device
 from rl_consistency.numerics.settings import numeric_settings
@@ -46,18 +46,18 @@ class TuningReport:
     seconds: float = 0.0
 
     @property
-    def struck(self) -> dict[str, str]:
+    def withdrawn(self) -> dict[str, str]:
         """`work: schedule` of each candidate whose bytes differ, and how; empty if all is well."""
         return {
             f"{outcome.work.entry}: {name}": reason
             for outcome in self.outcomes
-            for name, reason in outcome.struck.items()
+            for name, reason in outcome.withdrawn.items()
         }
 
     @property
     def passed(self) -> bool:
         """Whether every candidate gave the reference's bytes."""
-        return not self.struck
+        return not self.withdrawn
 
     @property
     def scatter(self) -> float:
@@ -125,7 +125,7 @@ def tune_device(
         report = tune_works(
             works,
             ColdDevice(device),
-            tuned_schedules(device),
+            findings_of(device),
             budget=budget,
             again=again,
             tell=tell,
@@ -138,7 +138,7 @@ def tune_device(
 def tune_works(
     works: Sequence[Work],
     bench: Bench,
-    store: TunedSchedules,
+    store: Findings,
     *,
     clock: Callable[[], float],
     budget: float = BUDGET,

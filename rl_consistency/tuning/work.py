@@ -39,11 +39,6 @@ class Work:
     """Ways to the result that are timed beside the schedules, whatever their bytes."""
     entry: str = ""
     """The name that the winner is kept under; empty for a work that no pick looks up."""
-    library_entry: str = ""
-    """The name of the choice between the winner and the vendor library, which is one of `others`;
-    empty where the library cannot take the work."""
-    library_picked: bool = False
-    """Whether the op's rule prefers the library."""
     fewer: Work | None = None
     """The work with fewer rows of its bucket, where a winner must not lose to the op's rule."""
     moved_bytes: float = 0.0
@@ -84,7 +79,7 @@ class Comparison:
 
     equal: dict[str, Op]
     """Candidates with the reference's bytes, and the other ways."""
-    struck: dict[str, str]
+    withdrawn: dict[str, str]
     """Candidates with other bytes: why."""
     unable: dict[str, str]
     """Candidates that do not fit this device or do not compile for it: why."""
@@ -115,7 +110,7 @@ def compare(work: Work, operands: tuple[Tensor, ...], only: tuple[str, ...] = ()
             found.differing[name] = sum(counts)
         elif any(counts):
             of = sum(x.numel() for x in reference)
-            found.struck[name] = f"{sum(counts)} of {of} elements differ from {work.default}"
+            found.withdrawn[name] = f"{sum(counts)} of {of} elements differ from {work.default}"
             continue
         found.equal[name] = call
     return found

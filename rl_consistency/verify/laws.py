@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
+from rl_consistency.cases.case import Case, Op, as_tuple
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.claims import Tally
 
@@ -138,6 +140,91 @@ def schedules_alike(
     if first is None:
         raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
     return first
+
+
+def case_rows_alike(
+    tally: Tally, case: Case, rows: int, counts: Iterable[int] = ROW_COUNTS, op: Op | None = None
+) -> None:
+    """`rows_alike` of a case's results, and of the gradients of its rows; of `op` in its place."""
+    counts, run = list(counts), op or case.call
+    operands, dys = case.draw(rows, 1), case.draw_dys(rows, 1)
+    own, shared = operands[: len(case.rows)], operands[len(case.rows) :]
+    names = [name for name in case.rows if name in case.gradients]
+
+    def results(*xs: Tensor) -> Tensor:
+        return rows_of(*as_tuple(run(*xs, *shared)))
+
+    def gradients(*xs: Tensor) -> Tensor:
+        given = *xs[: len(own)], *shared
+        return rows_of(*case_gradients(case, run, given, xs[len(own) :], names))
+
+    rows_alike(tally, case.size, results, *own, counts=counts)
+    if names:
+        rows_alike(tally, f"{case.size}, gradients", gradients, *own, *dys, counts=counts)
+
+
+def case_ways_alike(tally: Tally, case: Case, rows: int) -> None:
+    """Every other way to a case's results and gradients gives its bytes."""
+    operands, dys = case.draw(rows, 1), case.draw_dys(rows, 1)
+
+    def found(op: Op, names: Sequence[str]) -> list[Tensor]:
+        results = [y.detach() for y in as_tuple(op(*operands))]
+        return results + (case_gradients(case, op, operands, dys, names) if names else [])
+
+    for ways, names in ((case.ways, case.gradients), (case.forward_ways, ())):
+        expected = found(case.call, names) if ways else []
+        kinds = [*case.outputs, *(f"d{name}" for name in names)]
+        for way, op in ways.items():
+            for kind, a, b in zip(kinds, expected, found(op, names), strict=True):
+                tally.equal(f"{case.size}, {way}, {kind}", a, b)
+
+
+def case_cuts_alike(tally: Tally, case: Case, rows: int, op: Op | None = None) -> None:
+    """`cuts_alike` of a case's parameters; of `op`, which has no buffers, in its place."""
+    operands = case.draw(rows, 1)
+    own, inputs = operands[len(case.rows) :], operands[: len(case.rows)]
+    shared = [
+        parameter_of(x) if name in case.parameters else x
+        for name, x in zip(case.shared, own, strict=True)
+    ]
+    parameters = [x for x in shared if isinstance(x, nn.Parameter)]
+    names = [f"{name}_grad" for name in case.parameters]
+    buffers = dict(zip(names, map(GradientBuffer, parameters), strict=True)) if op is None else {}
+    run = op or case.call
+
+    def backward(*xs: Tensor) -> None:
+        found = as_tuple(run(*xs[: len(inputs)], *shared, **buffers))
+        _backward(found, xs[len(inputs) :])
+
+    dys = case.draw_dys(rows, 1)
+    filler = [case.filler.get(name, 0.0) for name in case.rows] + [0.0] * len(dys)
+    cuts_alike(tally, parameters, backward, (*inputs, *dys), filler)
+
+
+def case_gradients(
+    case: Case, op: Op, operands: Sequence[Tensor], dys: Sequence[Tensor], names: Sequence[str]
+) -> list[Tensor]:
+    """Gradients of the operands of some names; one of `dys` per output of floats."""
+    leaves = {
+        name: x.detach().clone().requires_grad_() if name in names else x.detach()
+        for name, x in zip(case.names, operands, strict=True)
+    }
+    _backward(as_tuple(op(*leaves.values())), dys)
+    return [leaves[name].grad for name in names]  # type: ignore[misc]
+
+
+def _backward(outputs: Sequence[Tensor], dys: Sequence[Tensor]) -> None:
+    floats = [y for y in outputs if y.is_floating_point()]
+    # An output of rows alone has no gradient where only parameters have one.
+    pairs = [(y, dy.to(y.dtype)) for y, dy in zip(floats, dys, strict=True) if y.requires_grad]
+    torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
+
+
+def parameter_of(values: Tensor) -> nn.Parameter:
+    """A parameter of these values, whose gradient is fp32."""
+    parameter = nn.Parameter(values)
+    parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]  # all digits are compared
+    return parameter
 
 
 def rows_of(*parts: Tensor) -> Tensor:

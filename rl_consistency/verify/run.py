@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rl_consistency.cases.case import CPU, TINY_SHAPES
+from rl_consistency.cases.table import CASES, PARTS
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.verify.checks import (
@@ -16,46 +18,44 @@ from rl_consistency.verify.checks import (
     identity,
     ops,
     rollout,
-    routing,
     routing_schedules,
     row_schedules,
     schedules,
     whole_model,
 )
 from rl_consistency.verify.checks.accuracy import check_accuracy
-from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, PARTS
-from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpSetup
 from rl_consistency.verify.checks.whole_model import Chain
 from rl_consistency.verify.claims import Check, Result, Tally
 from rl_consistency.verify.processes import Job, run_in_processes
+from rl_consistency.verify.sweep import OpSetup
 from rl_consistency.verify.targets import DTYPE_NAMES, Target
 
 OpCheck = Callable[[Tally, OpSetup], None]
 ChainCheck = Callable[[Tally, Chain], None]
 
 OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
-    ("C1", "linear", "rows: y, dX; gated products", ops.check_linear),
-    ("C1", "rms_norm", "rows: y, dx", ops.check_rms_norm),
+    ("C1", "linear", "rows: y, dX; gated products", partial(ops.check_rows, op="linear")),
+    ("C1", "rms_norm", "rows: y, dx", partial(ops.check_rows, op="rms_norm")),
     ("C1", "rotary", "rows: q, k, dq, dk; table", ops.check_rotary),
-    ("C1", "glu", "rows: y and gradients", ops.check_glu),
-    ("C1", "embedding", "rows", ops.check_embedding),
+    ("C1", "glu", "rows: y and gradients", partial(ops.check_rows, op="glu")),
+    ("C1", "embedding", "rows", partial(ops.check_rows, op="embedding")),
     ("C1", "attention", "packed: o, lse", attention.check_attention),
     ("C1", "attention backward", "packed: dq, dk, dv", attention.check_attention_backward),
     ("C1", "paged attention", "chunks, decode, cache blocks", attention.check_paged_attention),
-    ("C1", "router", "rows: ids, weights, dx; ties", routing.check_router),
-    ("C1", "experts", "rows: y, dx, dweights; filler", routing.check_experts),
+    ("C1", "router", "rows: ids, weights, dx; ties", ops.check_router),
+    ("C1", "experts", "rows: y, dx, dweights; filler", ops.check_experts),
     ("C1", "token_logprobs", "rows, truncated too; dhidden", ops.check_token_logprobs),
     ("C1", "masked_reduction", "padding", ops.check_masked_reduction),
     ("C1", "gradient_norm", "storage, threads", ops.check_gradient_norm),
-    ("C3", "linear", "dW, dbias: cuts, filler", ops.check_linear_fold),
-    ("C3", "rms_norm", "dweight: cuts, filler", ops.check_rms_norm_fold),
-    ("C3", "embedding", "dweight: cuts, filler", ops.check_embedding_fold),
-    ("C3", "router", "dweight: cuts, filler", routing.check_router_fold),
-    ("C3", "experts", "runs: cuts, filler", routing.check_experts_fold),
+    ("C3", "linear", "dW, dbias: cuts, filler", partial(ops.check_fold, op="linear")),
+    ("C3", "rms_norm", "dweight: cuts, filler", partial(ops.check_fold, op="rms_norm")),
+    ("C3", "embedding", "dweight: cuts, filler", partial(ops.check_fold, op="embedding")),
+    ("C3", "router", "dweight: cuts, filler", partial(ops.check_fold, op="router")),
+    ("C3", "experts", "runs: cuts, filler", ops.check_experts_fold),
     ("C3", "token_logprobs", "dW of the LM head: cuts, filler", ops.check_lm_head_fold),
     *(
         ("C6", op, "values, gradients", partial(check_accuracy, op=op))
-        for op in ACCURACY_CASES
+        for op in CASES
         if op not in PARTS
     ),
 )

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
+
+from rl_consistency.numerics.patched import replaced
 
 PACKAGE = "rl_consistency."
 MUTANTS = "rl_consistency.verify.mutants."
 """Prefix of the mutants' modules, which keep the right functions to build the wrong ones from."""
 
-attribute = patch.object
+attribute = replaced
 """`with attribute(owner, name, replacement)`: one attribute of a module or class, for a while."""
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rl_consistency.cases.case import Setting
+
+MAX_ROWS = 200
+"""Rows of an op whose schedules are compared: ragged for every tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +100,29 @@ def sweep_for(device: torch.device, *, quick: bool) -> Sweep:
 def split(samples: list[int], size: int) -> list[list[int]]:
     """Consecutive groups of `size`, the last one shorter."""
     return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSetup(Setting):
+    """One run over the ops: dtype, device, sizes, and how many arrangements."""
+
+    sweep: Sweep = QUICK
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest call to an op that treats rows one by one."""
+        return max(self.sweep.lengths)
+
+
+def padded(
+    parts: Sequence[Tensor], pad: int, side: str, filler: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Tensors [n] as rows of one batch [parts, longest + pad], padded on the `left` or `right`, and
+    the bool mask of what is theirs."""
+
+    def batch(rows: list[Tensor], value: float) -> Tensor:
+        together = pad_sequence(rows, True, value, padding_side=side)
+        return F.pad(together, (pad, 0) if side == "left" else (0, pad), value=value)
+
+    own = [torch.ones_like(part, dtype=torch.bool) for part in parts]
+    return batch([*parts], filler), batch(own, False)

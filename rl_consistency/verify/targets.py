@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from rl_consistency.cases.case import CPU, TINY_SHAPES, OpShapes, shapes_of
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models.families import check_config
 from rl_consistency.trainers.policy import read_config, read_model
-from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpShapes, shapes_of
 from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.verify.sweep import Sweep, sweep_for
 

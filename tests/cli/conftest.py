@@ -1,6 +1,6 @@
 import pytest
 
-from rl_consistency.cli.page import report
+from rl_consistency.cli import report
 
 
 @pytest.fixture

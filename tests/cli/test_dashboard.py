@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_consistency.cli.main import main
-from rl_consistency.cli.page.panels import EXPERTS, OF_TRL, SECTIONS, sections, trl_keys
+from rl_consistency.cli.page.panels import OF_TRL, SECTIONS, sections, trl_keys
 from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.trainers.metric_reference import reference_of
 
@@ -38,22 +38,6 @@ def test_the_page_is_the_golden_one(capsys):
     sections = page["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
     assert sum(len(section["panels"]) for section in sections) == len(PANELS)
-
-
-@needs_workspaces
-def test_experts_have_a_section_where_they_are_asked_for(capsys):
-    def shown(*options):
-        assert main(["dashboard", "show", *options]) == 0
-        found = json.loads(capsys.readouterr().out)["section"]["panelBankConfig"]["sections"]
-        return {section["name"]: json.dumps(section["panels"]) for section in found}
-
-    dense, sparse, trl = shown(), shown("--experts"), shown("--experts", "--trl")
-    assert sparse.keys() - dense.keys() == {EXPERTS.title}
-    for key in ("consistency/rerouted_tokens", "stock/rerouted_tokens", "policy/balance"):
-        assert f'"{key}"' in sparse[EXPERTS.title]
-        assert not any(key in panels for panels in dense.values())
-    assert '"train/consistency/rerouted_tokens"' in trl[EXPERTS.title]
-    assert "balance" not in trl[EXPERTS.title] and "stock" not in trl[EXPERTS.title]
 
 
 @needs_workspaces

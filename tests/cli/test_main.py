@@ -30,12 +30,6 @@ def command(monkeypatch):
     return module
 
 
-def test_the_status_of_a_command_is_returned(command):
-    command.action = lambda args: args.level
-    assert main(["verify", "--level", "3"]) == 3
-    assert main(["verify"]) == 0
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -129,15 +123,6 @@ def test_a_closed_pipe_is_quiet(tmp_path, script, write):
         done = script(write, **streams)
     assert done.returncode == 141
     assert other.read_bytes() == b""
-
-
-def test_another_broken_pipe_is_an_error(command, capsys):
-    def fail(args):
-        raise BrokenPipeError(32, "the pipe of a tracker")
-
-    command.action = fail
-    assert main(["verify"]) == 2
-    assert "the pipe of a tracker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,15 @@ def test_winners_are_shown_and_what_was_left_out(directory, gpu, capsys):
     assert gpu.asked["budget"] == 60.0 and not gpu.asked["again"]
 
 
-def test_a_struck_candidate_is_named_and_the_status_is_1(directory, gpu, capsys):
+def test_a_withdrawn_candidate_is_named_and_the_status_is_1(directory, gpu, capsys):
     outcome = gpu.outcome
     gpu.outcome = lambda work: Outcome(
-        **{**vars(outcome(work)), "struck": {"odd": "3 of 8 elements differ from own"}}
+        **{**vars(outcome(work)), "withdrawn": {"odd": "3 of 8 elements differ from own"}}
     )
     assert main(["tune", "--model", str(directory), "--budget", "2m", "--again"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "struck " in out and ": odd: 3 of 8 elements differ from own" in out
-    assert "STRUCK: odd" in out
+    assert "withdrawn " in out and ": odd: 3 of 8 elements differ from own" in out
+    assert "WITHDRAWN: odd" in out
     assert gpu.asked["budget"] == 120.0 and gpu.asked["again"]
 
 

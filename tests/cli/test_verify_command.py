@@ -8,19 +8,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from rich.console import Console
 
 from rl_consistency.cli import verify as command
 from rl_consistency.cli.main import main
-from rl_consistency.cli.mutants import mutants_table
-from rl_consistency.cli.verify import claims_tables
 from rl_consistency.kernels.core import operand
 from rl_consistency.verify import run as verify
 from rl_consistency.verify.claims import Result
 from rl_consistency.verify.mutants import perturbations
 from rl_consistency.verify.mutants import run as mutants
 from rl_consistency.verify.mutants.mutant import Mutant
-from rl_consistency.verify.mutants.run import MutantResult
 from rl_consistency.verify.presets import PRESETS, build_preset, known_presets
 from rl_consistency.verify.sweep import QUICK
 
@@ -59,13 +55,6 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(verify, "run_checks", run_checks)
     return Runs
-
-
-def printed(*tables):
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in tables:
-        console.print(table)
-    return console.export_text()
 
 
 def test_green_is_status_0_and_red_is_status_1_with_the_place(runs, capsys):
@@ -207,23 +196,6 @@ def test_results_replace_those_of_an_earlier_run_only_when_there_are_some(
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"verify.json": "earlier"}
 
 
-def test_an_unsupported_architecture_is_named(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
-    assert main(["verify", "--model", str(tmp_path)]) == 2
-    assert "architecture 'opt' is not covered" in capsys.readouterr().err
-
-
-def test_the_tables_fit_a_narrow_terminal_and_keep_every_subject():
-    c6 = result(claim="C6", subject="token_logprobs", figure=1.031, what="values")
-    models = [result(subject="chain, packed", scope=f"tiny-{m} fp32") for m in ("a", "b")]
-    shown = printed(*claims_tables([result(), RED, *models, c6]))
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any("RED" in line and "linear" in line and "2,400" in line for line in lines)
-    assert any("chain, packed" in line and "2 models fp32" in line for line in lines)
-    assert any("token_logprobs" in line and "1.03 x stock" in line for line in lines)
-
-
 def test_a_surviving_mutant_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     caught = Mutant(
         name="caught",
@@ -242,15 +214,6 @@ def test_a_surviving_mutant_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     content = json.loads(file.read_text())
     assert [m["killed"] for m in content["mutants"]] == [True, False]
     assert content["passed"] is False
-
-
-def test_the_mutants_table_names_the_check_that_noticed():
-    mutant = Mutant(
-        name="split K", what="two halves", perturb=nullcontext, caught_by=("C1 linear",)
-    )
-    shown = printed(mutants_table([MutantResult(mutant=mutant, results=(RED,))]))
-    assert "C1 linear (7 of 1200)" in " ".join(shown.split())
-    assert "caught" in shown
 
 
 def test_the_help_names_every_preset(capsys):

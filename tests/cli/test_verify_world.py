@@ -161,6 +161,7 @@ def test_a_mutant_with_one_hash_survives(runs, capsys):
     assert f"{total - 1} of {total} mutants caught" in text and "red without a mutant" in text
 
 
+@pytest.mark.thorough
 def test_real_runs_have_one_hash(capsys):
     narrow = ["--micro-batch", "2", "--steps", "2", "--strategy", "replicated", "fsdp2"]
     assert main(["verify", "--world", "1,3", "--dtype", "bfloat16", *narrow]) == 0

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from rl_consistency.cli.uncollected import uncollected_imports
+from rl_consistency.cli.train import uncollected_imports
 
 DEEPSPEED = "deepspeed.runtime.zero.muon.muon_optimizer"
 """What takes a second to import, in each rank that uses it."""

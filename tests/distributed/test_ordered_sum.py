@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
-from rl_consistency.distributed.leaves import LeafOrder
-from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.cases.probe import probe
+from rl_consistency.distributed.gradient_parts import PartOrder
+from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
@@ -18,7 +18,6 @@ from rl_consistency.verify.mutants.sums import (
     RankApart,
     StockSum,
 )
-from rl_consistency.verify.probe import probe
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "up": (6, 4), "head": (11,)}
 SEQUENCES = 17
@@ -46,7 +45,7 @@ def left_fold(parts):
 
 
 def reference(order):
-    leaves = [leaf_gradients(leaf) for leaf in order.leaves(SEQUENCES)]
+    leaves = [leaf_gradients(leaf) for leaf in order.parts(SEQUENCES)]
     groups = [leaves[i : i + order.inner] for i in range(0, order.count, order.inner)]
     return parameter_digest(left_fold([left_fold(group) for group in groups]))
 
@@ -56,9 +55,9 @@ def step(world, order, total_type=OrderedSum, bucket_bytes=100, filler=True):
     buckets = GradientBuckets(total_type(world, order), SHAPES, bucket_bytes=bucket_bytes)
     for round in buckets.step():
         gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        if round.leaf is not None:
-            gradients = leaf_gradients(order.leaves(SEQUENCES)[round.leaf])
-        if round.leaf is not None or filler:
+        if round.part is not None:
+            gradients = leaf_gradients(order.parts(SEQUENCES)[round.part])
+        if round.part is not None or filler:
             for name in ("up", "head", "norm", "embed"):  # not the order of the buckets
                 buckets.put(name, gradients[name])
     parts = buckets.take()
@@ -77,31 +76,31 @@ def digests(run_ranks, order, *arguments, worlds=WORLDS, **options):
 
 @pytest.mark.parametrize("leaves", [4, 5])
 def test_the_bits_are_those_of_the_left_fold_on_any_number_of_ranks(run_ranks, leaves):
-    assert digests(run_ranks, LeafOrder(leaves)) == {reference(LeafOrder(leaves))}
+    assert digests(run_ranks, PartOrder(leaves)) == {reference(PartOrder(leaves))}
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_groups_have_the_bits_of_their_fold_on_any_nodes(run_ranks, ranks_per_node):
-    order = LeafOrder(2, 3)
+    order = PartOrder(2, 3)
     found = digests(run_ranks, order, ranks_per_node=ranks_per_node)
-    assert found == {reference(order)} != {reference(LeafOrder(6))}
+    assert found == {reference(order)} != {reference(PartOrder(6))}
 
 
 def test_groups_that_the_ranks_do_not_divide(run_ranks):
-    order = LeafOrder(3, 3)  # two groups of two ranks: the last round of each level has filler
+    order = PartOrder(3, 3)  # two groups of two ranks: the last round of each level has filler
     assert run_ranks(4, step, order, ranks_per_node=2) == [reference(order)] * 4
 
 
 def test_buckets_do_not_matter(run_ranks):
     for bucket_bytes in (1, 10_000):
-        found = run_ranks(3, step, LeafOrder(4), OrderedSum, bucket_bytes)
-        assert found == [reference(LeafOrder(4))] * 3
+        found = run_ranks(3, step, PartOrder(4), OrderedSum, bucket_bytes)
+        assert found == [reference(PartOrder(4))] * 3
 
 
 def test_a_rank_without_a_leaf_need_not_give_gradients(run_ranks):
     for bucket_bytes in (1, 100):
-        found = run_ranks(3, step, LeafOrder(4), OrderedSum, bucket_bytes, False)
-        assert found == [reference(LeafOrder(4))] * 3
+        found = run_ranks(3, step, PartOrder(4), OrderedSum, bucket_bytes, False)
+        assert found == [reference(PartOrder(4))] * 3
 
 
 MUTANTS = {
@@ -117,16 +116,16 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_turns_the_check_red(run_ranks, mutant):
-    found = digests(run_ranks, LeafOrder(4), mutant, worlds=MUTANTS[mutant])
-    assert found - {reference(LeafOrder(4))}
+    found = digests(run_ranks, PartOrder(4), mutant, worlds=MUTANTS[mutant])
+    assert found - {reference(PartOrder(4))}
 
 
 def tied_to_ranks(world, order):
-    return step(world, LeafOrder(world.size))
+    return step(world, PartOrder(world.size))
 
 
 def test_leaves_tied_to_ranks_turn_the_check_red(run_ranks):
-    found = {run_ranks(world_size, tied_to_ranks, LeafOrder(4))[0] for world_size in WORLDS}
+    found = {run_ranks(world_size, tied_to_ranks, PartOrder(4))[0] for world_size in WORLDS}
     assert len(found) == 4
 
 
@@ -150,7 +149,7 @@ def with_hooks(world, order, bucket_bytes):
     gradients = {}
     for _ in range(2):  # a second step starts from nothing
         for round in buckets.step():
-            batches = order.micro_batches(SEQUENCES, round.leaf, 1)
+            batches = order.micro_batches(SEQUENCES, round.part, 1)
             for i, batch in enumerate(batches):
                 last = i == len(batches) - 1
                 inputs = probe((3, 5), seed=batch.start)
@@ -161,7 +160,7 @@ def with_hooks(world, order, bucket_bytes):
 
 
 def test_hooks_fill_buckets_during_the_backward_pass(run_ranks):
-    order = LeafOrder(4)
+    order = PartOrder(4)
     expected = with_hooks(ALONE, order, 10_000)
     for world_size in (2, 3):
         for bucket_bytes in (1, 200):
@@ -170,7 +169,7 @@ def test_hooks_fill_buckets_during_the_backward_pass(run_ranks):
 
 
 def with_a_gradient_missing(world, bucket_bytes):
-    order = LeafOrder(5)
+    order = PartOrder(5)
     buckets = GradientBuckets(OrderedSum(world, order), SHAPES, bucket_bytes=bucket_bytes)
     for round in buckets.step():
         for name, gradient in leaf_gradients([0]).items():
@@ -196,7 +195,7 @@ def test_a_gradient_missing_on_one_rank_is_named_on_every_rank(run_ranks, bucket
 
 
 def test_bad_gradients_are_refused_by_name():
-    buckets = GradientBuckets(OrderedSum(ALONE, LeafOrder(1)), SHAPES)
+    buckets = GradientBuckets(OrderedSum(ALONE, PartOrder(1)), SHAPES)
     next(buckets.step())
     with pytest.raises(ValueError, match=r"nose, \[5\], is not expected.*no such parameter"):
         buckets.put("nose", torch.zeros(5))
@@ -210,7 +209,7 @@ def test_bad_gradients_are_refused_by_name():
 
 
 def test_bad_vectors_are_refused():
-    total = OrderedSum(ALONE, LeafOrder(1))
+    total = OrderedSum(ALONE, PartOrder(1))
     next(total.step())
     with pytest.raises(TypeError, match="x must be torch.float32, got torch.float64"):
         total.add("x", torch.zeros(3, dtype=torch.float64))
@@ -219,7 +218,7 @@ def test_bad_vectors_are_refused():
 
 
 def test_a_sum_is_taken_once_every_round_has_added_to_it():
-    total = OrderedSum(ALONE, LeafOrder(2))
+    total = OrderedSum(ALONE, PartOrder(2))
     rounds = total.step()
     next(rounds)
     total.add("x", torch.ones(3))
@@ -231,7 +230,7 @@ def test_a_sum_is_taken_once_every_round_has_added_to_it():
 
 
 def test_an_unfinished_step_leaves_nothing():
-    buckets = GradientBuckets(OrderedSum(ALONE, LeafOrder(2)), {"norm": (5,)})
+    buckets = GradientBuckets(OrderedSum(ALONE, PartOrder(2)), {"norm": (5,)})
     next(buckets.step())
     buckets.put("norm", torch.full((5,), torch.inf))
     for _ in buckets.step():
@@ -241,7 +240,7 @@ def test_an_unfinished_step_leaves_nothing():
 
 def test_one_process_with_one_leaf_keeps_the_gradient_it_was_given():
     gradient = probe((5,))
-    buckets = GradientBuckets(OrderedSum(ALONE, LeafOrder(1)), {"norm": (5,)})
+    buckets = GradientBuckets(OrderedSum(ALONE, PartOrder(1)), {"norm": (5,)})
     for _ in buckets.step():
         buckets.put("norm", gradient)
     buckets.take()

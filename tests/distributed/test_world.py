@@ -1,8 +1,6 @@
-"""Processes that name themselves, each other, and the collective that did not complete."""
+"""Collectives that name themselves when they fail, and what must be equal on all ranks."""
 
-import io
 import os
-import pickle
 import re
 import signal
 import time
@@ -11,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
-from rl_consistency.distributed.world import CollectiveError, World, _TensorPickler
+from rl_consistency.distributed.world import CollectiveError, World, require_same_facts
 from rl_consistency.numerics.errors import ConsistencyError
 from tests.ranks import telling, wait_for
 
@@ -69,13 +67,6 @@ def test_tensors_travel_with_dtype_and_shape(run_ranks):
         ]
 
 
-def test_of_a_view_only_its_own_bytes_travel():
-    view, sent, whole = torch.zeros(100_000)[:2], io.BytesIO(), io.BytesIO()
-    _TensorPickler(sent).dump(view)
-    pickle.Pickler(whole).dump(view)
-    assert len(sent.getvalue()) < 1000 < 400_000 < len(whole.getvalue())
-
-
 def exchanged(world, senders):
     group, _ = world.split(world.size)
     vector = torch.arange(2.0 * world.size) + 100 * world.rank
@@ -91,7 +82,7 @@ def test_only_senders_send(run_ranks, senders):
 
 
 def step_with_a_loss(world, how, over):
-    total = OrderedSum(world, LeafOrder(6))
+    total = OrderedSum(world, PartOrder(6))
     with telling(over):
         for round in total.step():
             if world.rank == 1 and round.index == 1:
@@ -104,6 +95,7 @@ def killed(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [killed, wait_for])
 def test_a_lost_rank_stops_the_others_with_the_name_of_the_collective(run_ranks, tmp_path, how):
     began = time.monotonic()
@@ -180,3 +172,40 @@ def from_first(world):
 def test_rank_0_works_for_all(run_ranks):
     assert run_ranks(3, from_first) == [["rank", 0]] * 3
     assert from_first(World.join(torch.device("cpu"))) == ["rank", 0]
+
+
+BEFORE = "before step 0"
+
+
+def compare_facts(world, changes):
+    facts = {"recipe": "1f", "data": "2e", "num_threads": "1"} | changes.get(world.rank, {})
+    require_same_facts(world, facts, when=BEFORE)
+
+
+def test_equal_facts_pass(run_ranks):
+    assert run_ranks(3, compare_facts, {}) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({2: {"data": "3d"}}, "before step 0: rank 2 differs from rank 0 in data (3d != 2e)."),
+        (
+            {1: {"recipe": "0", "num_threads": "2"}, 2: {"data": "3d"}},
+            "before step 0: rank 1 differs from rank 0 in recipe (0 != 1f), and 1 more; "
+            "rank 2 differs from rank 0 in data (3d != 2e).",
+        ),
+        (
+            {1: {"triton": "3.6"}},
+            "before step 0: rank 1 differs from rank 0 in triton (3.6 != absent).",
+        ),
+        (
+            {0: {"triton": "3.6"}},
+            "before step 0: rank 1 differs from rank 0 in triton (absent != 3.6); "
+            "rank 2 differs from rank 0 in triton (absent != 3.6).",
+        ),
+    ],
+)
+def test_a_rank_that_differs_is_named_on_every_rank(run_ranks, changes, text):
+    for error in run_ranks(3, compare_facts, changes, expects_errors=True):
+        assert type(error) is ConsistencyError and str(error).startswith(text)

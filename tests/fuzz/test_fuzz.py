@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from rl_consistency.models import audit, families
+from rl_consistency.models import coverage, families
 from rl_consistency.models import patch as patching
 from tests.fuzz import cases
 
@@ -46,7 +46,7 @@ A_MIXTRAL = 1
 def test_without_the_inventory_the_same_oracle_finds_it_wrong(name, seed, monkeypatch):
     """Negative control."""
     monkeypatch.setattr(families, "check_code", lambda config: None)
-    for place in (audit, patching):
+    for place in (coverage, patching):
         monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
     (change,) = [change for change in cases.ALL_MODIFICATIONS if change.__name__ == name]
     with pytest.raises(AssertionError, match="off, allowed"):

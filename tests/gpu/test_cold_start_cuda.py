@@ -9,9 +9,10 @@ from triton import knobs
 from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.core.remembered_launch import Remembered
-from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.matmul import audit
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device import model_runner
 from rl_consistency.rollout.device.rollout_bounds import RolloutBounds
@@ -42,7 +43,7 @@ def new_process(monkeypatch, tmp_path):
     """No kernel, launcher or certificate is known, neither here nor on disk."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "own"))
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "AUDIT_EVERY", 3)
     forget_kernels()
     yield tmp_path
@@ -138,16 +139,16 @@ def test_compiling_ahead_writes_no_certificate_key_token_or_count(model, new_pro
     before = [t.clone() for t in kept]
     tokens, counts = (
         runner._state.last_tokens[:-1].clone(),
-        (audit._counts.calls, audit.generation()),
+        (audit._counts.calls, audit.withdrawals()),
     )
     bounds = RolloutBounds(tokens=600, sequences=40, longest=500, batch_sizes=(1, 40))
     assert runner.compile_ahead(bounds) > 20
     assert all(a.equal(b) for a, b in zip(kept, before))
     assert runner._state.last_tokens[:-1].equal(tokens)
-    assert (audit._counts.calls, audit.generation()) == counts
-    assert not list(new_process.rglob("certificates/matmul*"))
+    assert (audit._counts.calls, audit.withdrawals()) == counts
+    assert not list(new_process.rglob("findings/*.json"))
     engine.generate(PROMPTS, PLAIN)
-    assert list(new_process.rglob("certificates/matmul*")), "the model is too small for the library"
+    assert list(new_process.rglob("findings/*.json")), "the model is too small for the library"
 
 
 def test_hooks_see_nothing_of_it(model, new_process):

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer, _variant
-from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Replicated
 
 pytestmark = pytest.mark.gpu
 
@@ -101,7 +101,7 @@ def test_an_optimizer_loaded_from_its_tensors_goes_on_with_the_same_bits(dtype):
         with torch.no_grad():
             model.weight.copy_(lifelike(8, 37 * 19).view(19, 37))
         model.weight.grad_dtype = torch.float32
-        ranks = Replicated(World.join(torch.device("cuda")), LeafOrder(1), model)
+        ranks = Replicated(World.join(torch.device("cuda")), PartOrder(1), model)
         return model, PolicyOptimizer(ranks, section, Accelerator(), total_steps=6)
 
     def steps(model, optimizer, which):

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
@@ -184,9 +185,9 @@ def test_nothing_computed_with_a_withdrawn_product_is_used_again(
 ):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(audit, "_counts", audit._Counts())
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
-    monkeypatch.setattr(cublaslt, "prefers_library", lambda m, *rest: m > 1)
+    monkeypatch.setattr(cublaslt, "prefers_library", lambda rows, *rest: rows > 1)
     library_product = cublaslt.library_product
     sampling, prompts = SAMPLINGS["plain"], PROMPTS[:4]
     with patch(model := small_model()):

@@ -14,12 +14,12 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.trainers import hooks
-from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 pytestmark = pytest.mark.gpu
 
@@ -205,8 +205,8 @@ def test_a_logprob_that_differs_stops_the_run_and_is_saved(tmp_path, monkeypatch
 
 
 def test_a_library_product_that_differs_stops_the_run(tmp_path, monkeypatch):
-    struck = ["nt/bf16/plain/n64/k64/m64"]
-    report = AuditReport(calls=514, audited=2, differing=3, found=3, struck=struck)
+    names = ["nt/bf16/plain/n64/k64/m64"]
+    report = AuditReport(calls=514, audited=2, differing=3, found=3, withdrawn=names)
     monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
     with pytest.raises(ConsistencyError, match=r"step 1: library .* 3 sampled .*nt/bf16/plain"):
         run(tmp_path / "run")
@@ -215,7 +215,7 @@ def test_a_library_product_that_differs_stops_the_run(tmp_path, monkeypatch):
 
 
 def test_a_difference_is_judged_in_the_step_that_found_it(tmp_path, monkeypatch):
-    report = AuditReport(calls=514, audited=2, differing=3, found=0, struck=[])
+    report = AuditReport(calls=514, audited=2, differing=3, found=0, withdrawn=[])
     monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
     _, rows = run(tmp_path / "run")
     assert {row["consistency/schedule_audit"] for row in rows if row["step"]} == {3}

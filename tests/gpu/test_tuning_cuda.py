@@ -6,16 +6,18 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules as winners_module
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
-from rl_consistency.kernels.core.cache.tuned_schedules import Winner, forget_picks, tuned_schedules
+from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul import op as matmul_op
-from rl_consistency.kernels.matmul.audit import schedule_audit
+from rl_consistency.kernels.core.findings import (
+    CACHE_VARIABLE,
+    Winner,
+    findings_of,
+    forget_picks,
+)
+from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import LIBRARY, candidates, pick
+from rl_consistency.kernels.matmul.schedules import candidates, pick
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.fingerprint import fingerprint
@@ -48,8 +50,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=24, seed=3)
 def own_cache(monkeypatch, tmp_path):
     """No winner or certificate of this machine is read, none of a test is left on it."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(winners_module, "_by_device", {})
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     forget_picks()
     yield tmp_path
@@ -89,7 +90,7 @@ def test_every_candidate_has_the_bytes_of_the_default_and_no_winner_is_slower(dt
     assert len(report.outcomes) == len(works)
     for outcome in report.outcomes:
         assert outcome.gain >= 1.0 and outcome.winner_us > 0, outcome
-        assert outcome.winner in (*outcome.work.candidates, LIBRARY)
+        assert outcome.winner in outcome.work.candidates
     again = tune_device(works, DEVICE, budget=600.0)
     assert again.passed and all(outcome.known for outcome in again.outcomes)
 
@@ -97,12 +98,12 @@ def test_every_candidate_has_the_bytes_of_the_default_and_no_winner_is_slower(dt
 def test_winners_are_kept_for_the_next_process(own_cache):
     tune_device(works_of(BF16)[:2], DEVICE, budget=600.0)
     works = [work.entry for work in works_of(BF16)[:2]]
-    kept = [tuned_schedules(DEVICE).finding(work) for work in works]
-    (file,) = own_cache.rglob("schedules_*.json")
+    kept = [findings_of(DEVICE).finding(work) for work in works]
+    (file,) = own_cache.rglob("findings/*.json")
     assert file.parent.stat().st_mode & 0o777 == 0o700
     assert set(works) <= set(json.loads(file.read_text())["winners"])
-    winners_module._by_device.clear()
-    assert [tuned_schedules(DEVICE).finding(work) for work in works] == kept and all(kept)
+    findings_module._by_device.clear()
+    assert [findings_of(DEVICE).finding(work) for work in works] == kept and all(kept)
 
 
 @pytest.mark.parametrize("m", [1, 40, 600])
@@ -114,26 +115,9 @@ def test_every_candidate_that_wins_runs_with_the_same_bytes(m):
         expected = matmul_fwd(a, weight, None, layout, BF16)
         entry = product(DEVICE, layout, m, n, k, BF16, BF16).entry
         for schedule in candidates(m, BF16, tma=tma):
-            tuned_schedules(DEVICE).keep(entry, Winner(schedule.name, 1.0, 2.0))
+            findings_of(DEVICE).keep(entry, Winner(schedule.name, 1.0, 2.0))
             assert pick(m, n, k, BF16, layout, tma, BF16, DEVICE) == schedule
             assert same_bytes(run(a, weight, out_dtype=BF16), expected), schedule
-
-
-def test_a_wrong_winner_in_the_cache_is_found_by_the_audit(monkeypatch):
-    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
-    a, b = drawn(DEVICE, BF16, (40, 1024), (512, 1024))
-    work = product(DEVICE, "nt", 40, 512, 1024, BF16, BF16)
-    other = next(name for name in work.candidates if name != work.picked)
-    tuned_schedules(DEVICE).keep(work.entry, Winner(other, 1.0, 2.0))
-    expected = matmul_nt(a, b, out_dtype=BF16)
-    assert schedule_audit().differing == 0 and schedule_audit().audited == 1
-    right = matmul_op.matmul_op
-    monkeypatch.setattr(matmul_op, "matmul_op", lambda *given: 1.01 * right(*given))
-    matmul_nt(a, b, out_dtype=BF16)
-    report = schedule_audit()
-    assert report.struck == report.struck_schedules == [f"{work.entry}: {other}"]
-    monkeypatch.setattr(matmul_op, "matmul_op", right)
-    assert same_bytes(matmul_nt(a, b, out_dtype=BF16), expected)
 
 
 def as_bytes(completions):

@@ -6,16 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.cases.case import TINY_SHAPES
+from rl_consistency.cases.probe import probe
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
 from rl_consistency.verify.checks.schedules import check_matmul_schedules
 from rl_consistency.verify.claims import CLAIMS, Tally
 from rl_consistency.verify.mutants.run import mutants_on, run_controls, run_mutant
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe
 from rl_consistency.verify.run import (
     OP_CHECKS,
     PROCESS_CHECKS,
@@ -23,7 +24,7 @@ from rl_consistency.verify.run import (
     chain_rows,
     run_checks,
 )
-from rl_consistency.verify.sweep import QUICK, Sweep
+from rl_consistency.verify.sweep import QUICK, OpSetup, Sweep
 from rl_consistency.verify.targets import Target
 
 pytestmark = pytest.mark.gpu
@@ -65,9 +66,9 @@ def test_controls_are_green_without_a_mutant():
 def test_products_of_the_library_are_audited_and_another_order_is_found(
     dtype, monkeypatch, tmp_path
 ):
-    # No certificate of this machine is read, none is struck on it.
+    # No certificate of this machine is read, none is withdrawn on it.
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
     shapes = replace(TINY_SHAPES, linear=((1024, 1024),))

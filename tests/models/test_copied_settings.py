@@ -4,8 +4,8 @@ import pytest
 from transformers.activations import ACT2FN
 
 from rl_consistency.models import families, inventory
-from rl_consistency.models.copied_settings import copied_settings
 from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.inventory import copied_settings
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 from tests.models.inventory.scores import scores

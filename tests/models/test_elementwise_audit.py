@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.models.modules import TABLE_POSITIONS
 from rl_consistency.models.patch import patch
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe
 
 FUNCTIONS = {
     "exp": torch.exp,

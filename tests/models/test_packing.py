@@ -37,17 +37,6 @@ def test_an_unknown_layout_is_refused():
         lay_out([[1, 2]], "right-padded")
 
 
-def test_the_docstring_example_holds():
-    batch = PackedBatch.from_sequences([[5, 6], [7]])
-    assert batch.input_ids.shape == (32,)
-    assert batch.input_ids[[0, 1, 16]].tolist() == [5, 6, 7]
-    assert batch.token_rows.tolist() == [0, 1, 16]
-    filler = torch.ones(32, dtype=torch.bool)
-    filler[batch.token_rows] = False
-    assert batch.input_ids[filler].eq(batch.input_ids[0]).all()
-    assert not batch.position_ids[filler].any()
-
-
 def test_every_sequence_starts_on_the_alignment():
     batch = PackedBatch.from_sequences(SEQUENCES)
     assert batch.layout.query_starts == [0, 16, 32, 80]
@@ -59,13 +48,6 @@ def test_every_sequence_starts_on_the_alignment():
         assert batch.position_ids[rows].tolist() == list(range(len(sequence)))
 
 
-def test_gaps_are_filler_before_each_sequence():
-    batch = PackedBatch.from_sequences([[5, 6], [7]], gap=2)
-    assert batch.layout.query_starts == [32, 80]
-    assert len(batch.input_ids) == 96
-    assert batch.input_ids[batch.token_rows].tolist() == [5, 6, 7]
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
@@ -73,12 +55,6 @@ def test_padded_batches_become_the_same_rows(side, extra, dtype):
     ids, mask = padded(side, extra)
     batch = pack_padded(ids, mask.to(dtype))
     assert contents(batch.packed) == contents(PackedBatch.from_sequences(SEQUENCES))
-
-
-def test_padding_on_both_sides_is_fine():
-    ids = torch.tensor([[9, 5, 6, 9]])
-    batch = pack_padded(ids, torch.tensor([[0, 1, 1, 0]]))
-    assert contents(batch.packed) == contents(PackedBatch.from_sequences([[5, 6]]))
 
 
 def test_position_resets_separate_packed_sequences():
@@ -90,12 +66,6 @@ def test_position_resets_separate_packed_sequences():
     assert contents(shared.packed) == contents(PackedBatch.from_sequences([[5, 6], [7, 8]]))
 
 
-def test_position_ids_from_the_mask_are_accepted():
-    ids, mask = padded("left", 3)
-    batch = pack_padded(ids, mask, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1))
-    assert contents(batch.packed) == contents(PackedBatch.from_sequences(SEQUENCES))
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_unpacking_puts_rows_back_and_zeros_at_padding(side):
     ids, mask = padded(side, 3)
@@ -105,16 +75,6 @@ def test_unpacking_puts_rows_back_and_zeros_at_padding(side):
     assert unpacked.shape == (*ids.shape, 3)
     assert torch.equal(unpacked[mask.bool()], rows[batch.packed.token_rows])
     assert not unpacked[~mask.bool()].any()
-
-
-def test_unpacking_is_differentiable():
-    ids, mask = padded("left")
-    batch = pack_padded(ids, mask)
-    rows = torch.randn(len(batch.packed.input_ids), 3, requires_grad=True)
-    batch.unpack(rows).sum().backward()
-    expected = torch.zeros_like(rows)
-    expected[batch.packed.token_rows] = 1.0
-    assert torch.equal(rows.grad, expected)
 
 
 def test_the_ids_of_lists_are_checked_on_the_host():
@@ -150,11 +110,6 @@ def test_bad_masks_are_refused(mask, message):
         pack_padded(torch.ones(2, 3, dtype=torch.int64), torch.tensor(mask))
 
 
-def test_a_blockwise_mask_is_refused():
-    with pytest.raises(ValueError, match="4-D and blockwise masks are not supported"):
-        pack_padded(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 1, 3, 3))
-
-
 @pytest.mark.parametrize(
     "positions", [[[1, 2, 3]], [[0, 1, 3]], [[0, 0, 2]], [[0, 2, 0]], [[5, 0, 1]]]
 )
@@ -182,8 +137,3 @@ def test_positions_of_another_shape_are_refused(shape):
 def test_what_is_no_tensor_is_refused_by_name(arguments, message):
     with pytest.raises(TypeError, match=message):
         pack_padded(*arguments)
-
-
-def test_a_flat_row_of_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"input_ids \(3,\); a batch of shape \[batch, length\]"):
-        pack_padded(torch.ones(3, dtype=torch.int64))

@@ -5,13 +5,13 @@ import importlib
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.core import autograd
 from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 from tests.kernels.gradient_fold.uses import hold_ends
 
 cpu, cuda = (

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_consistency.models import sharding
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
+from rl_consistency.models.sharding import is_shard, unwrapped
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.gradients import check_gradients
@@ -104,6 +104,7 @@ def under_fsdp2(world, dtype, preset="tiny-qwen3"):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype, preset",
     [
@@ -147,6 +148,7 @@ def around_a_part(world, preset, parts):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "preset, parts",
     [
@@ -200,18 +202,6 @@ def test_a_policy_without_wrappers_is_its_own():
     assert unwrapped(model) is model
     with whole_weights(model) as inside:
         assert inside is model
-
-
-def test_modules_of_others_do_not_stop_the_search_for_a_wrapper(monkeypatch):
-    policy, wrapper = nn.Linear(2, 2), nn.Module()
-    wrapper.module = policy
-    others = [torch.jit.script(nn.Linear(2, 2)), nn.Linear.__new__(nn.Linear), policy]
-    monkeypatch.setattr(sharding.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(sharding.gc, "get_objects", lambda: [*others, wrapper])
-    assert sharding._wrapper_of(policy) == "Module"
-    monkeypatch.setattr(sharding.gc, "get_objects", lambda: others)
-    assert sharding._wrapper_of(policy) is None
 
 
 def test_a_compiled_policy_is_named():

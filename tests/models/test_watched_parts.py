@@ -31,17 +31,6 @@ def test_a_watched_part_of_the_attention_is_called(part, kind):
     assert seen == [part]
 
 
-@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_a_watched_part_of_the_mlp_is_called(part):
-    model = build_preset("tiny-llama")
-    seen = []
-    watched = getattr(model.model.layers[0].mlp, part)
-    watched.register_forward_hook(lambda *_: seen.append(part))
-    with patch(model):
-        hidden(model)
-    assert seen == [part]
-
-
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_torch_tells_of_every_kind_of_hook_on_all_modules(kind):
     assert not modules._has_any_global_hook()
@@ -151,25 +140,6 @@ def test_a_hook_sees_what_the_down_projection_is_given_and_moves_no_bit():
         assert kept_bytes(model) - kept == len(model.model.layers) * rows * width * 2
 
 
-def test_a_replaced_down_projection_is_called():
-    class Doubled(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return 2 * self.inner(x)
-
-    model = build_preset("tiny-qwen3")
-    with patch(model):
-        mlp = model.model.layers[0].mlp
-        x, down = torch.randn(1, 16, model.config.hidden_size), mlp.down_proj
-        expected = 2 * mlp(x)
-        mlp.down_proj = Doubled(down)
-        assert torch.equal(mlp(x), expected)
-        mlp.down_proj = down
-
-
 @pytest.mark.parametrize("first", [True, False], ids=["goes", "comes"])
 def test_a_hook_may_come_or_go_between_a_checkpointed_pass_and_its_repetition(first):
     model = build_preset("tiny-qwen2", torch.bfloat16).train()
@@ -204,6 +174,7 @@ def test_a_hook_that_the_gate_adds_is_run():
     assert seen == [1]
 
 
+@pytest.mark.thorough
 def test_a_hook_added_after_compilation_is_run(monkeypatch):
     # What was decided about hooks would be compiled in.
     monkeypatch.delattr(modules.CanonicalLinear, "after_glu")

@@ -27,20 +27,6 @@ def test_settings_are_held_inside_and_given_back_outside(loosened):
     assert [setting.read() for setting in SETTINGS] == loosened
 
 
-def test_an_exception_gives_settings_back(loosened):
-    with pytest.raises(RuntimeError, match="stop"), numeric_settings():
-        raise RuntimeError("stop")
-    assert [setting.read() for setting in SETTINGS] == loosened
-
-
-def test_blocks_nest(loosened):
-    with numeric_settings():
-        with numeric_settings():
-            pass
-        verify_settings()
-    assert [setting.read() for setting in SETTINGS] == loosened
-
-
 def test_a_setting_changed_inside_is_named():
     with numeric_settings():
         torch.set_float32_matmul_precision("medium")

@@ -3,6 +3,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
@@ -18,7 +19,6 @@ from rl_consistency.parity.gradients import (
     check_gradients,
 )
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (20, 9, 33, 16, 41)
 PROMPTS = [5, 3, 16, 1, 7]

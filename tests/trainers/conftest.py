@@ -11,7 +11,7 @@ import pytest
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 TOY_REWARDS = """
 def varied(prompts, completions, answers, **extra):

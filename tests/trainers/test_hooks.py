@@ -15,7 +15,7 @@ from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers import hooks
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
 from rl_consistency.trainers.metric_reference import DRIFT
@@ -318,7 +318,7 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
     "file",
     [
         *("algorithms/loop", "algorithms/grpo", "algorithms/ppo", "warm_start", "optimizer"),
-        *("algorithms/experience", "losses", "batch", "advantages", "data/prompts"),
+        *("algorithms/experience", "losses", "advantages", "data/prompts"),
         *("rewards/function", "rewards/compute"),
     ],
 )
@@ -346,8 +346,8 @@ def on_a_gpu(make_hook, monkeypatch):
 
 def reported(monkeypatch, differing, *, found):
     """What the audit says from here on."""
-    struck = ["nt/bf16/plain/n64/k64/m64"] if differing else []
-    report = AuditReport(calls=514, audited=2, differing=differing, found=found, struck=struck)
+    names = ["nt/bf16/plain/n64/k64/m64"] if differing else []
+    report = AuditReport(calls=514, audited=2, differing=differing, found=found, withdrawn=names)
     monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
 
 

@@ -22,7 +22,7 @@ from rl_consistency.trainers.rewards import compute
 from rl_consistency.trainers.rewards.compute import compute_rewards
 from rl_consistency.trainers.rewards.function import RewardFunction, resolve
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")
 
@@ -114,6 +114,7 @@ def signalled(tiny_run):
     return arguments
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_a_run_after_a_checkpoint_and_the_command_that_continues_it(
     signalled, tiny_run
 ):

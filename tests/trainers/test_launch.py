@@ -227,6 +227,7 @@ def test_without_the_check_a_setting_is_ignored(launched, tiny_run, monkeypatch,
     assert found["parameter_digest"] == expected["parameter_digest"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
@@ -266,6 +267,7 @@ def test_the_steps_are_read_from_the_line_of_the_launcher(launched, monkeypatch)
             launcher.communicate(b"\n")
 
 
+@pytest.mark.thorough
 def test_accelerate_launch_trains_on_two_processes(tiny_run):
     """As on a GPU, but for one variable; the weights are those of one process."""
     changes = LEAVES | {"reward.functions": [{"name": "arithmetic"}], "run.name": "two"}

@@ -1,19 +1,16 @@
+"""Policies that are built or loaded, whole or in several files, and what is refused of them."""
+
 import json
 import os
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging
 
-from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.models.patch import patch
 from rl_consistency.trainers import policy as policy_module
-from rl_consistency.trainers.config.policy_sections import (
-    HEAD_STEP,
-    WIDEST_HEAD,
+from rl_consistency.trainers.config.sections import (
     BuildSection,
     PolicySection,
     TokenizerSection,
@@ -87,11 +84,6 @@ def test_a_built_policy_has_the_recipe_s_shape(architecture):
     assert getattr(model.config, "sliding_window", None) is None
 
 
-def test_an_untied_policy_has_its_own_head():
-    model = build_model(sizes(tie_word_embeddings=False), byte_tokenizer(), seed=0)
-    assert model.lm_head.weight is not model.get_input_embeddings().weight
-
-
 def test_weights_are_a_function_of_the_seed_alone():
     torch.manual_seed(1)
     first = build_model(sizes(), byte_tokenizer(), seed=7)
@@ -100,22 +92,6 @@ def test_weights_are_a_function_of_the_seed_alone():
     other = build_model(sizes(), byte_tokenizer(), seed=8)
     assert as_bytes(first) == as_bytes(second)
     assert as_bytes(first) != as_bytes(other)
-
-
-def test_building_leaves_the_global_random_state():
-    before = torch.get_rng_state()
-    build_model(sizes(), byte_tokenizer(), seed=7)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_policy_has_the_recipe_s_dtype(saved, dtype):
-    for policy in (
-        PolicySection(build=sizes(), dtype=dtype),
-        PolicySection(path=saved, dtype=dtype),
-    ):
-        model, _ = load_policy(policy, BYTE, seed=0)
-        assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -127,16 +103,6 @@ def test_a_saved_policy_loads_back_to_the_same_bytes(architecture, tmp_path):
     assert as_bytes(loaded) == as_bytes(built)
     assert own.eos_token == EOS_TOKEN
     assert own.encode("3+4=é") == tokenizer.encode("3+4=é")
-
-
-def test_gradient_checkpointing_is_switched_on():
-    policy = PolicySection(build=sizes(), gradient_checkpointing=True)
-    assert load_policy(policy, BYTE, seed=0)[0].is_gradient_checkpointing
-
-
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(PolicyError, match="no model directory .*absent"):
-        load_policy(PolicySection(path=tmp_path / "absent"), AUTO, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -206,27 +172,6 @@ def test_a_wrong_value_of_the_config_is_one_line_that_names_the_directory(
     with pytest.raises(PolicyError, match=message) as caught:
         load_policy(PolicySection(path=copy), tokenizer, seed=0)
     assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_loading_shows_no_progress_and_leaves_the_setting(saved, capfd):
-    for enabled in (True, False):
-        with progress_bars(enabled):
-            load_policy(PolicySection(path=saved), BYTE, seed=0)
-            assert logging.is_progress_bar_enabled() is enabled
-    assert capfd.readouterr() == ("", "")
-
-
-@contextmanager
-def progress_bars(enabled):
-    def switch(on):
-        logging.enable_progress_bar() if on else logging.disable_progress_bar()
-
-    before = logging.is_progress_bar_enabled()
-    switch(enabled)
-    try:
-        yield
-    finally:
-        switch(before)
 
 
 @pytest.mark.parametrize("wrong", [272, -1, True, "x", [[1]]])
@@ -302,13 +247,6 @@ def test_a_negative_rms_norm_eps_is_refused_by_its_key(copy, eps):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 
-@pytest.mark.parametrize("hidden_size", [16, 48, 544])
-def test_a_recipe_is_refused_whose_heads_attention_does_not_take(hidden_size):
-    with pytest.raises(ValueError, match="heads no width that is a multiple of 16 up to 256"):
-        sizes(hidden_size=hidden_size)
-    assert (HEAD_STEP, WIDEST_HEAD) == (HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-
-
 def test_sizes_that_no_machine_holds_are_refused():
     with pytest.raises(PolicyError, match=r"policy\.build: .*: choose smaller sizes"):
         load_policy(PolicySection(build=sizes(hidden_size=10**12, head_dim=16)), BYTE, seed=0)
@@ -361,3 +299,90 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(PolicyError, match="259 tokens, the model's vocabulary only 200"):
         load_policy(PolicySection(path=tmp_path), BYTE, seed=0)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """The directory and its index."""
+    tokenizer, directory = byte_tokenizer(), tmp_path / "shards"
+    build_model(sizes(), tokenizer, seed=3).save_pretrained(directory, max_shard_size="20KB")
+    tokenizer.save_pretrained(directory)
+    return directory, directory / "model.safetensors.index.json"
+
+
+def test_a_policy_in_several_files_loads(shards):
+    loaded, _ = load_policy(PolicySection(path=shards[0]), AUTO, seed=0)
+    assert as_bytes(loaded) == as_bytes(build_model(sizes(), byte_tokenizer(), seed=3))
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{parent}/outside.safetensors", ".."])
+def test_an_index_that_leaves_the_directory_is_refused(shards, place):
+    directory, index = shards
+    content = json.loads(index.read_text())
+    tensor, name = next(iter(content["weight_map"].items()))
+    shutil.copy(directory / name, directory.parent / "outside.safetensors")
+    place = place.format(parent=directory.parent)
+    content["weight_map"] = {k: place if v == name else v for k, v in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(PolicyError, match=f"index.json: {tensor}: '{place}' is no file beside it"):
+        load_policy(PolicySection(path=directory), AUTO, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], "a JSON object is needed"),
+        ({"metadata": {}}, "weight_map must map"),
+        ({"metadata": {}, "weight_map": [1]}, "weight_map must map"),
+        ({"metadata": {}, "weight_map": {"a": 1}}, "a: 1 is no file beside it"),
+        ({"metadata": {}, "weight_map": {"a": "absent"}}, "a: there is no file absent"),
+    ],
+)
+def test_an_index_that_maps_no_tensors_to_files_is_refused(shards, content, message):
+    directory, index = shards
+    index.write_text(json.dumps(content))
+    with pytest.raises(PolicyError, match=message):
+        load_policy(PolicySection(path=directory), AUTO, seed=0)
+
+
+def in_another_file(content):
+    files = content["weight_map"]
+    files["model.norm.weight"] = files["model.embed_tokens.weight"]
+
+
+def left_out(content):
+    del content["weight_map"]["model.norm.weight"]
+
+
+def made_up(content):
+    content["weight_map"]["nose"] = content["weight_map"]["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (in_another_file, r"model.norm.weight: weight_map says .*-00001-.*, it lies in .*-00005-"),
+        (left_out, r"model.norm.weight: weight_map says no file, it lies in .*-00005-"),
+        (made_up, r"nose: weight_map says .*-00005-.*, it lies in no file"),
+        (lambda content: content.pop("metadata"), "metadata must be a JSON object"),
+        (lambda content: content.update(metadata=[1]), "metadata must be a JSON object"),
+    ],
+    ids=["in another file", "left out", "made up", "no metadata", "a list"],
+)
+def test_an_index_that_is_not_that_of_its_files_is_refused(shards, edit, message, capfd):
+    directory, index = shards
+    content = json.loads(index.read_text())
+    edit(content)
+    index.write_text(json.dumps(content))
+    capfd.readouterr()
+    with pytest.raises(PolicyError, match=message) as caught:
+        load_policy(PolicySection(path=directory), BYTE, seed=0)
+    assert str(caught.value).startswith(str(index)) and "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_damaged_file_of_several_is_refused(shards):
+    file = sorted(shards[0].glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(PolicyError, match="truncated or damaged"):
+        load_policy(PolicySection(path=shards[0]), BYTE, seed=0)

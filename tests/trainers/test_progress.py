@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rl_consistency.trainers.progress import Progress, duration
+from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.strategies.strategy import Strategy
 from rl_consistency.trainers.tracking.console import ConsoleTable
@@ -43,19 +43,6 @@ def test_the_time_left_is_that_of_the_last_steps_without_the_first():
         assert progress.seconds_left() == 7 * 30.0  # it takes longer than expected
     with progress.step(10):
         assert progress.seconds_left() == 60.0
-
-
-def test_the_first_step_on_a_gpu_says_that_it_compiles():
-    line = told_by(Progress(2, compiles=True), "rollout", 1, 2)
-    assert line.endswith("rollout 1/2, with kernels to compile and graphs to capture")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (5370, "90 min"), (7500, "2 h 05 min")],
-)
-def test_a_duration_is_said_as_people_say_it(seconds, text):
-    assert duration(seconds) == text.replace("90 min", "1 h 30 min")
 
 
 def table(terminal):
@@ -122,12 +109,3 @@ def test_a_gradient_check_names_what_it_compared(leaves, name, tiny_run, monkeyp
     changes |= {"consistency.gradient_check_every": 1, "consistency.gradient_leaves": leaves}
     tiny_run(**changes)
     assert [[result.name for result in report.results] for report in found] == [[name]]
-
-
-def test_the_passes_of_a_gradient_check_are_no_progress(tiny_run, monkeypatch):
-    told = []
-    monkeypatch.setattr(Progress, "tell", lambda self, *given: told.append(given))
-    changes = {"training.steps": 1, "consistency.gradient_leaves": 2}
-    tiny_run(**changes, **{"consistency.gradient_check_every": 1, "training.micro_batch_size": 2})
-    training = [given[1:] for given in told if given[0] == "training"]
-    assert training == [(2, 8), (4, 8), (6, 8), (8, 8)]

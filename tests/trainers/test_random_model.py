@@ -6,7 +6,7 @@ import torch
 from benchmarks.make_random_model import main
 from benchmarks.models import build_model
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
+from rl_consistency.trainers.config.sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.policy import eos_token_ids, load_policy
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.work import Work
@@ -55,11 +55,11 @@ class FakeBench:
 def quick(monkeypatch):
     """Few rounds; winners and the audit as in a new process."""
     monkeypatch.setattr(measure, "FINAL_ROUNDS", (7, 7))
-    monkeypatch.setattr(tuned_schedules, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
-    tuned_schedules.forget_picks()
+    findings_module.forget_picks()
     yield
-    tuned_schedules.forget_picks()
+    findings_module.forget_picks()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def bench():
 
 @pytest.fixture
 def store(tmp_path):
-    return TunedSchedules(tmp_path / "tuned" / "file.json", {"device": "one"})
+    return Findings(tmp_path / "tuned" / "file.json", {"device": "one"})
 
 
 @pytest.fixture

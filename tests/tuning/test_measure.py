@@ -1,18 +1,17 @@
 """Who wins: the fastest, if it beats the default twice by the margin; bytes come first."""
 
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels.core.cache.tuned_schedules import RULE, Winner
+from rl_consistency.kernels.core.findings import RULE, Winner
 from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.measure import MARGIN, measured, race
 
-ENTRY, LIBRARY_ENTRY = "add/n8/m1", "library/n8/m1"
+ENTRY = "add/n8/m1"
 
 
 def constant(**seconds):
@@ -57,7 +56,7 @@ def test_the_fastest_candidate_is_kept(make_work, candidate, bench, store):
     found = measured(work, bench, store)
     assert (found.default, found.winner, found.gain) == ("own", "fast", pytest.approx(2.0))
     assert store.winner(ENTRY) == Winner("fast", *map(pytest.approx, (5.0, 10.0)))
-    assert bench.prepared == [3] and not found.known and found.struck == {}
+    assert bench.prepared == [3] and not found.known and found.withdrawn == {}
 
 
 def test_where_nothing_is_faster_the_rule_stays_in_force(make_work, candidate, bench, store):
@@ -95,12 +94,13 @@ def test_a_winner_must_not_lose_to_the_rule_at_fewer_rows_of_its_bucket(
     assert found.gain == pytest.approx(2.0 if kept else 1.0)
 
 
-def test_a_winner_of_other_bytes_at_fewer_rows_is_struck(make_work, candidate, bench, store):
+def test_a_winner_of_other_bytes_at_fewer_rows_is_withdrawn(make_work, candidate, bench, store):
     fewer = make_work({"own": candidate(6e-6), "fast": candidate(5e-6, added=2.0)}, **FEWER)
     work = make_work({"own": candidate(10e-6), "fast": candidate(5e-6)}, fewer=fewer)
     found = measured(work, bench, store)
     assert found.winner == "own" and store.winner(ENTRY) is None
-    assert found.struck == store.struck[ENTRY] == {"fast": "4 of 4 elements differ from own"}
+    reason = "4 of 4 elements differ from own"
+    assert found.withdrawn == {"fast": reason} and store.withdrawn == {f"{ENTRY}: fast": reason}
 
 
 def test_a_winner_that_does_not_fit_at_fewer_rows_is_no_winner(make_work, candidate, bench, store):
@@ -109,30 +109,35 @@ def test_a_winner_that_does_not_fit_at_fewer_rows_is_no_winner(make_work, candid
 
     fewer = make_work({"own": candidate(6e-6), "fast": too_large}, **FEWER)
     work = make_work({"own": candidate(10e-6), "fast": candidate(5e-6)}, fewer=fewer)
-    assert measured(work, bench, store).winner == "own" and store.struck == {}
+    assert measured(work, bench, store).winner == "own" and store.withdrawn == {}
 
 
-def test_a_candidate_of_other_bytes_is_struck_and_never_timed(make_work, candidate, bench, store):
+def test_a_candidate_of_other_bytes_is_withdrawn_and_never_timed(
+    make_work, candidate, bench, store
+):
     wrong = candidate(1e-6, added=1.25)
     work = make_work({"own": candidate(10e-6), "wrong": wrong, "fast": candidate(5e-6)})
     found = measured(work, bench, store)
     assert found.winner == "fast" and wrong.samples == 0
-    assert found.struck == store.struck[ENTRY] == {"wrong": "8 of 8 elements differ from own"}
+    reason = "8 of 8 elements differ from own"
+    assert found.withdrawn == {"wrong": reason} and store.withdrawn == {f"{ENTRY}: wrong": reason}
     # It never ran in an op, so nothing that was computed has to go.
     assert withdrawn_since(0) == []
 
 
-def test_a_struck_candidate_stays_struck_when_its_bytes_are_equal_again(
+def test_a_withdrawn_candidate_stays_withdrawn_when_its_bytes_are_equal_again(
     make_work, candidate, bench, store
 ):
-    store.strike(ENTRY, "once", "it differed")
+    store.withdraw(f"{ENTRY}: once", "it differed")
     once = candidate(1e-6)
     found = measured(make_work({"own": candidate(10e-6), "once": once}), bench, store)
-    assert found.winner == "own" and once.samples == 0 and found.struck == {"once": "it differed"}
+    assert (
+        found.winner == "own" and once.samples == 0 and found.withdrawn == {"once": "it differed"}
+    )
 
 
-def test_a_file_that_strikes_the_default_changes_nothing(make_work, candidate, bench, store):
-    store.strike(ENTRY, "own", "poison")
+def test_a_file_that_withdraws_the_default_changes_nothing(make_work, candidate, bench, store):
+    store.withdraw(f"{ENTRY}: own", "poison")
     assert measured(make_work({"own": candidate(1e-6)}), bench, store).winner == "own"
     assert store.winner(ENTRY) is None  # so the op's rule decides, which takes it
 
@@ -155,8 +160,8 @@ def test_a_known_winner_of_other_bytes_is_withdrawn_and_the_work_measured_again(
     store.keep(ENTRY, Winner("wrong", 1.0, 10.0))
     work = make_work({"own": candidate(10e-6), "wrong": candidate(1e-6, 2.0), "b": candidate(5e-6)})
     found = measured(work, bench, store)
-    assert found.winner == "b" == store.winner(ENTRY).schedule and set(found.struck) == {"wrong"}
-    assert withdrawn_since(0) == [f"{ENTRY}: wrong"] == schedule_audit().struck
+    assert found.winner == "b" == store.winner(ENTRY).schedule and set(found.withdrawn) == {"wrong"}
+    assert withdrawn_since(0) == [f"{ENTRY}: wrong"] == schedule_audit().withdrawn
 
 
 @pytest.mark.parametrize("name", ["os.system", ""])
@@ -166,76 +171,3 @@ def test_a_known_winner_that_is_no_candidate_is_measured_again(
     store.keep(ENTRY, Winner(name, 1.0, 10.0))
     found = measured(make_work({"own": candidate(10e-6), "b": candidate(5e-6)}), bench, store)
     assert not found.known and store.winner(ENTRY).schedule == "b"
-
-
-def with_library(make_work, candidate, library, *, picked, **changes):
-    candidates = {"own": candidate(10e-6), "fast": candidate(8e-6)}
-    fields = {"library_entry": LIBRARY_ENTRY, "library_picked": picked}
-    return make_work(candidates, others={"cublaslt": library}, **fields | changes)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "picked", "choice", "ends"),
-    [
-        (5e-6, False, "library", ("own", 10.0, "library", 5.0)),
-        (7.9e-6, False, RULE, ("own", 10.0, "fast", 8.0)),
-        (9e-6, True, "triton", ("library", 9.0, "fast", 8.0)),
-        (8.1e-6, True, RULE, ("library", 8.1, "library", 8.1)),
-        (5e-6, True, RULE, ("library", 5.0, "library", 5.0)),
-    ],
-)
-def test_the_library_and_the_fastest_schedule_meet(
-    make_work, candidate, bench, store, seconds, picked, choice, ends
-):
-    """The default stays, unless the challenger is faster by the margin."""
-    work = with_library(make_work, candidate, candidate(seconds), picked=picked)
-    found = measured(work, bench, store)
-    assert store.winner(ENTRY).schedule == "fast"
-    assert store.finding(LIBRARY_ENTRY).schedule == choice
-    times = found.default, found.default_us, found.winner, found.winner_us
-    assert times == tuple(e if isinstance(e, str) else pytest.approx(e) for e in ends)
-    again = measured(work, bench, store)
-    assert again.known and replace(again, known=False) == replace(found, scatter=0.0)
-
-
-@pytest.mark.parametrize(
-    ("of_library", "picked", "choice"),
-    [
-        (8e-6, False, "library"),  # it wins at fewer rows too
-        (12e-6, False, RULE),
-        (12e-6, True, "library"),  # the rule takes it there by itself
-    ],
-)
-def test_the_library_must_not_lose_to_the_rule_at_fewer_rows(
-    make_work, candidate, bench, store, of_library, picked, choice
-):
-    """At the largest rows it is faster; the schedules take 10 us at fewer rows."""
-    fields = {"library_entry": LIBRARY_ENTRY, **FEWER}
-    fewer = make_work(
-        {"own": candidate(10e-6), "fast": candidate(10e-6)},
-        others={"cublaslt": candidate(of_library)}, library_picked=picked, **fields,
-    )  # fmt: skip
-    work = with_library(make_work, candidate, candidate(5e-6), picked=False, fewer=fewer)
-    found = measured(work, bench, store)
-    assert store.finding(LIBRARY_ENTRY).schedule == choice
-    assert found.winner == ("library" if choice == "library" else "fast")
-
-
-def test_a_library_that_differs_at_fewer_rows_never_runs_there_and_stays_the_choice(
-    make_work, candidate, bench, store
-):
-    fewer = make_work(
-        {"own": candidate(1e-6), "fast": candidate(1e-6)},
-        others={"cublaslt": candidate(9e-6, 2.0)}, library_entry=LIBRARY_ENTRY, **FEWER,
-    )  # fmt: skip
-    work = with_library(make_work, candidate, candidate(5e-6), picked=False, fewer=fewer)
-    assert measured(work, bench, store).winner == "library" and store.struck == {}
-
-
-def test_a_library_of_other_bytes_is_not_preferred_and_nothing_is_struck(
-    make_work, candidate, bench, store
-):
-    work = with_library(make_work, candidate, candidate(1e-6, 2.0), picked=False)
-    found = measured(work, bench, store)
-    assert store.winner(LIBRARY_ENTRY).schedule == "triton"
-    assert found.struck == {} and found.winner == "fast"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rl_consistency
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.tuning.tune import tune, tune_works
 from rl_consistency.verify.presets import build_preset
 
@@ -29,7 +29,7 @@ def test_every_work_is_tuned_and_kept(works, bench, store):
         works, bench, store, clock=lambda: 1.5, tell=lambda o, name: told.append((o, name))
     )
     assert [o.winner for o in report.outcomes] == ["fast"] * 4 and report.left_out == {}
-    assert report.passed and report.struck == {} and report.seconds == 1.5
+    assert report.passed and report.withdrawn == {} and report.seconds == 1.5
     assert report.path == str(store.path) and set(store.winners) == {f"add/n{i}" for i in range(4)}
     assert [name for _, name in told] == [f"add n={i}" for i in range(4) for _ in range(2)]
     assert [o for o, _ in told] == [x for o in report.outcomes for x in (None, o)]
@@ -60,12 +60,12 @@ def test_memory_that_runs_out_leaves_one_work_out(works, bench, store, make_work
     assert len(report.outcomes) == 4
 
 
-def test_a_struck_candidate_fails_the_report(make_work, candidate, bench, store):
+def test_a_withdrawn_candidate_fails_the_report(make_work, candidate, bench, store):
     work = make_work({"own": candidate(2e-6), "wrong": candidate(1e-6, 2.0)})
     for _ in range(2):  # and again when it is known
         report = tune_works([work], bench, store, clock=lambda: 0.0)
         assert not report.passed
-        assert report.struck == {"add/n8/m1: wrong": "8 of 8 elements differ from own"}
+        assert report.withdrawn == {"add/n8/m1: wrong": "8 of 8 elements differ from own"}
 
 
 def test_scattering_times_warn(make_work, candidate, bench, store):
@@ -81,7 +81,7 @@ def test_scattering_times_warn(make_work, candidate, bench, store):
 
 def test_without_write_access_winners_are_in_force_in_this_process(works, bench, tmp_path):
     (tmp_path / "file").write_text("")
-    store = TunedSchedules(tmp_path / "file" / "tuned.json", {})
+    store = Findings(tmp_path / "file" / "findings.json", {})
     with pytest.warns(UserWarning, match="cannot be written") as told:
         tune_works(works, bench, store, clock=lambda: 0.0)
     assert sum("cannot be written" in str(w.message) for w in told) == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache.tuned_schedules import tuned_schedules
+from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.matmul import op, product_triton
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import POINTER_FP32
@@ -78,7 +78,7 @@ def rolled_out(model, *, tune_after=None):
 def tuned(model):
     works = policy_works(model.config, torch.float32, CPU, 2)
     works = [w for w in works if w.op == "matmul" and "/nt/" in w.entry]
-    report = tune_works(works, SlowestFirst(), tuned_schedules(CPU), clock=lambda: 0.0)
+    report = tune_works(works, SlowestFirst(), findings_of(CPU), clock=lambda: 0.0)
     assert report.passed and all(o.winner != o.default for o in report.outcomes)
 
 
@@ -91,7 +91,7 @@ def test_tuning_in_the_middle_of_a_rollout_changes_no_bit(interpreted, monkeypat
         interpreted.clear()
         assert rolled_out(model, tune_after=2) == before
         assert fingerprint().digest == digest
-        assert {w.schedule for w in tuned_schedules(CPU).winners.values()} <= set(interpreted)
+        assert {w.schedule for w in findings_of(CPU).winners.values()} <= set(interpreted)
         assert len(set(interpreted)) > 1
     assert torch.equal(torch.get_rng_state(), state)
 

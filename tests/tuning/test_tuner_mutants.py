@@ -1,14 +1,10 @@
-"""Negative controls: a tuner that is wrong in a known way turns its check red.
-
-A wrong candidate in a cache is here for `tune`; for the audit of a run it is in
-tests/kernels/matmul/test_winner_audit.py.
-"""
+"""Negative controls: a tuner that is wrong in a known way turns its check red."""
 
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner, chosen
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Findings, Winner, choose
 from rl_consistency.tuning import measure, work
 from rl_consistency.tuning.measure import measured
 from rl_consistency.tuning.tune import tune_works
@@ -35,7 +31,7 @@ def keeps_the_fastest(report):
 
 
 def finds_the_wrong_one(report):
-    return [name for name in report.struck if name.endswith(": wrong")] and not report.passed
+    return [name for name in report.withdrawn if name.endswith(": wrong")] and not report.passed
 
 
 def test_the_tuner_passes_its_checks(tuned):
@@ -80,12 +76,12 @@ def test_a_tuner_that_compares_no_bytes_is_caught(tuned, monkeypatch):
     assert not finds_the_wrong_one(report) and not keeps_the_fastest(report)
 
 
-def test_a_wrong_candidate_in_a_tuned_cache_is_struck_and_replaced(tuned, store):
+def test_a_wrong_candidate_in_a_tuned_cache_is_withdrawn_and_replaced(tuned, store):
     store.keep(ENTRY, Winner("wrong", 1.0, 10.0))
     report = tuned()
     assert finds_the_wrong_one(report) and keeps_the_fastest(report)
-    again = TunedSchedules(store.path, {"device": "one"})
-    assert again.winner(ENTRY).schedule == "fast" and again.is_struck(ENTRY, "wrong")
+    again = Findings(store.path, {"device": "one"})
+    assert again.winner(ENTRY).schedule == "fast" and again.is_withdrawn(ENTRY, "wrong")
 
 
 def test_a_cache_that_trusts_what_it_knows_is_caught(tuned, store, monkeypatch):
@@ -106,10 +102,10 @@ def test_a_cache_that_trusts_what_it_knows_is_caught(tuned, store, monkeypatch):
 
 def test_a_poisoned_entry_can_run_nothing_but_an_ops_own(store, monkeypatch):
     device = object()
-    monkeypatch.setattr(tuned_schedules, "_by_device", {device: store})
+    monkeypatch.setattr(findings_module, "_by_device", {device: store})
     store.keep("op", Winner("__import__('os').system('true')", 1.0, 2.0))
     with pytest.warns(UserWarning, match="is no schedule of this op"):
-        assert chosen(device, "op", {"own": 1}) is None
+        assert choose(device, "op", ["own"]) is None
 
 
 def test_a_winner_is_measured_and_not_believed(make_work, candidate, bench, store):

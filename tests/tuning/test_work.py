@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from rl_consistency.kernels.core.cache.tuned_schedules import rows_bucket
+from rl_consistency.kernels.core.findings import rows_bucket
 from rl_consistency.tuning.work import compare, fewer_rows, with_fewer
 
 
@@ -16,7 +16,7 @@ def test_other_bytes_are_counted_and_named(make_work, candidate):
     work = make_work({"own": candidate(1.0), "same": candidate(1.0), "wrong": candidate(1.0, 1.25)})
     found = compare(work, work.operands())
     assert set(found.equal) == {"own", "same"}
-    assert found.struck == {"wrong": "8 of 8 elements differ from own"}
+    assert found.withdrawn == {"wrong": "8 of 8 elements differ from own"}
 
 
 def test_zeros_of_two_signs_and_nan_of_two_payloads_are_other_bytes(make_work):
@@ -24,21 +24,23 @@ def test_zeros_of_two_signs_and_nan_of_two_payloads_are_other_bytes(make_work):
         return torch.where(x == 0, -0.0, x)
 
     work = make_work({"own": lambda x: x + 0.0, "signed": signed})
-    assert compare(work, work.operands()).struck == {"signed": "1 of 8 elements differ from own"}
+    assert compare(work, work.operands()).withdrawn == {"signed": "1 of 8 elements differ from own"}
     work = make_work({"own": lambda x: x / 0, "other": lambda x: -(x / 0)})
-    assert "8 of 8" in compare(work, work.operands()).struck["other"]
+    assert "8 of 8" in compare(work, work.operands()).withdrawn["other"]
 
 
 def test_every_result_of_a_tuple_is_compared(make_work):
     work = make_work({"own": lambda x: (x, x + 1), "second": lambda x: (x, x + 2)})
-    assert compare(work, work.operands()).struck == {"second": "8 of 16 elements differ from own"}
+    assert compare(work, work.operands()).withdrawn == {
+        "second": "8 of 16 elements differ from own"
+    }
 
 
-def test_other_ways_are_counted_and_not_struck(make_work, candidate):
+def test_other_ways_are_counted_and_not_withdrawn(make_work, candidate):
     others = {"library": candidate(1.0, 2.0), "equal": candidate(1.0)}
     work = make_work({"own": candidate(1.0)}, others=others)
     found = compare(work, work.operands())
-    assert found.differing == {"library": 8, "equal": 0} and found.struck == {}
+    assert found.differing == {"library": 8, "equal": 0} and found.withdrawn == {}
 
 
 def test_a_candidate_that_does_not_fit_is_named_and_a_default_that_does_not_is_an_error(make_work):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner
-from rl_consistency.kernels.experts import schedules as experts_schedules
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Findings, Winner
 from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
 from rl_consistency.kernels.experts.fold_triton import fold_runs
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
@@ -14,7 +13,6 @@ from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import prefers_library
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
@@ -113,7 +111,7 @@ CASES = {
 }
 
 
-class Noting(TunedSchedules):
+class Noting(Findings):
     """Notes the works it is asked for."""
 
     def __init__(self):
@@ -129,7 +127,7 @@ class Noting(TunedSchedules):
 @pytest.mark.parametrize("case", CASES)
 def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
     make, op = CASES[case]
-    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    monkeypatch.setitem(findings_module._by_device, CPU, store := Noting())
     work = make(dtype)
     assert store.asked == []  # its default is the op's rule alone
     op(*work.operands())
@@ -137,25 +135,9 @@ def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
     assert work.picked in work.candidates
 
 
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_the_dispatch_asks_for_the_library_entry_that_was_tuned(layout, monkeypatch):
-    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
-    if layout == "tn":
-        work = fold(CPU, 48, 32, 40, BF16)
-        prefers_library(48, 32, 40, BF16, "tn", FP32, CPU)
-    else:
-        work = product(CPU, layout, 48, 32, 40, BF16, BF16)
-        prefers_library(48, 32, 40, BF16, layout, BF16, CPU)
-    assert store.asked == [work.library_entry]
-
-
 @pytest.mark.parametrize("kind", ["gate_up", "nt", "nn"])
-def test_the_library_of_experts_is_asked_for_and_gives_the_same_product(kind, monkeypatch):
-    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
-    by_row = kind == "nn"
-    work = expert_product(CPU, kind, 9, 2, 4, 24, 48, BF16, by_row=by_row)
-    assert not experts_schedules.prefers_library(kind, 18, 4, 24, 48, BF16, CPU)
-    assert store.asked == [work.library_entry] and not work.library_picked
+def test_the_library_of_experts_gives_the_same_product(kind):
+    work = expert_product(CPU, kind, 9, 2, 4, 24, 48, BF16, by_row=kind == "nn")
     found = compare(work, work.operands(), (work.picked, "grouped_mm"))
     assert found.differing["grouped_mm"] < 18 * 24 / 4  # on a CPU the orders differ
 
@@ -166,13 +148,13 @@ def test_every_candidate_has_the_bytes_of_the_default(case):
     work = make(FP32 if case in ("nt", "nn", "fold", "experts nt", "experts fold") else BF16)
     some = tuple(list(work.candidates)[:4])  # the interpreter takes its time
     found = compare(work, work.operands(), some)
-    assert found.struck == {} and set(some) <= set(found.equal)
+    assert found.withdrawn == {} and set(some) <= set(found.equal)
 
 
 @pytest.mark.parametrize("kind", ["statistics", "gradient"])
 def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
     monkeypatch.setattr(head_schedules, "has_tma", lambda device: True)
-    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    monkeypatch.setitem(findings_module._by_device, CPU, store := Noting())
     make = {"statistics": head_statistics, "gradient": head_gradient}[kind]
     work = make(CPU, 20, 64, 48, BF16)
     hidden, weight = torch.zeros(20, 48, dtype=BF16), torch.zeros(64, 48, dtype=BF16)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_consistency.cases.case import CPU
+from rl_consistency.cases.table import CASES, FP32_ONLY
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 from rl_consistency.verify.checks.accuracy import (
     AccuracyRow,
@@ -15,10 +17,9 @@ from rl_consistency.verify.checks.accuracy import (
     long_fold_rows,
     op_accuracy,
 )
-from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, FP32_ONLY
-from rl_consistency.verify.checks.op_setup import CPU, OpSetup
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.mutants import perturbations
+from rl_consistency.verify.sweep import OpSetup
 
 FP32 = OpSetup(dtype=torch.float32)
 
@@ -37,7 +38,7 @@ def allowed(row):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", ACCURACY_CASES)
+@pytest.mark.parametrize("op", CASES)
 def test_error_is_at_most_that_of_the_stock_op(op, dtype):
     rows = list(op_accuracy(op, replace(FP32, dtype=dtype)))
     assert rows
@@ -47,8 +48,8 @@ def test_error_is_at_most_that_of_the_stock_op(op, dtype):
 def test_every_op_is_reported_in_every_dtype_it_has(monkeypatch):
     quick = ("row_reduction", "embedding", *FP32_ONLY)
     monkeypatch.setattr(
-        "rl_consistency.verify.checks.accuracy.ACCURACY_CASES",
-        {op: ACCURACY_CASES[op] for op in quick},
+        "rl_consistency.verify.checks.accuracy.CASES",
+        {op: CASES[op] for op in quick},
     )
     found = {(row.op, row.dtype) for row in accuracy_rows(CPU, (torch.float32, torch.bfloat16))}
     assert found == {
@@ -66,7 +67,7 @@ def test_gradients_have_the_names_of_their_operands():
 
 def test_a_less_accurate_order_is_over_the_limit():
     """Rounding the accumulator to bf16 at every step must show."""
-    (case,) = ACCURACY_CASES["row_reduction"](FP32)
+    (case,) = CASES["row_reduction"](FP32)
 
     def rounded_sum(x):
         total = torch.zeros(len(x))
@@ -74,7 +75,7 @@ def test_a_less_accurate_order_is_over_the_limit():
             total = (total + column).bfloat16().float()
         return total
 
-    (row,) = _measure("mutant", torch.float32, replace(case, ours=rounded_sum))
+    (row,) = _measure(torch.float32, replace(case, call=rounded_sum))
     assert row.ratio > ERROR_GROWTH_LIMIT
 
 

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
-from rl_consistency.verify.checks.ops import check_linear
+from rl_consistency.cases.case import TINY_SHAPES
+from rl_consistency.verify.checks.ops import check_rows
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.sweep import OpSetup
 
 
 def test_gated_products_stay_finite_in_fp16_at_the_width_of_a_real_model():
     shapes = replace(TINY_SHAPES, linear=((96, 208),), glu_width=3072, hidden_size=1024)
-    check_linear(tally := Tally(), OpSetup(dtype=torch.float16, shapes=shapes))
+    check_rows(tally := Tally(), OpSetup(dtype=torch.float16, shapes=shapes), "linear")
     assert tally.mismatches == 0, tally.detail
     assert tally.cases > 20

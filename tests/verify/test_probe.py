@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rl_consistency.verify.probe import probe, probe_tokens
+from rl_consistency.cases.probe import probe, probe_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

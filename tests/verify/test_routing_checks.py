@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_consistency.cases.case import TINY_SHAPES
 from rl_consistency.verify.checks.accuracy import check_accuracy
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
-from rl_consistency.verify.checks.routing import check_experts, check_experts_fold
+from rl_consistency.verify.checks.ops import check_experts, check_experts_fold
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.sweep import OpSetup
 
 
 @pytest.mark.thorough

@@ -6,23 +6,23 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from rl_consistency.cases import case as op_setup
+from rl_consistency.cases.case import TINY_SHAPES, Heads
+from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
-from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.router import schedules as router_schedules
-from rl_consistency.verify.checks import op_setup
 from rl_consistency.verify.checks import routing_schedules as routing_schedule_checks
 from rl_consistency.verify.checks import row_schedules as row_schedule_checks
 from rl_consistency.verify.checks import schedules as schedule_checks
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import schedules_alike
 from rl_consistency.verify.mutants import schedule_perturbations
 from rl_consistency.verify.substitution import substituted
-from rl_consistency.verify.sweep import QUICK
+from rl_consistency.verify.sweep import QUICK, OpSetup
 from tests.verify.test_mutants import Red, UpToTheFirst
 
 # The interpreter subtracts infinities in numpy, which warns.
@@ -198,7 +198,7 @@ def test_a_wrong_backward_of_the_norm_is_noticed_with_heads_and_without():
 
 
 @pytest.fixture
-def library(monkeypatch, tmp_path):
+def library(monkeypatch):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
     for module in (schedule_checks, op_setup):
@@ -211,9 +211,10 @@ def library(monkeypatch, tmp_path):
     monkeypatch.setattr(cublaslt, "library_product", matmul_fwd)
     monkeypatch.setattr(audit, "_counts", audit._Counts())
 
+    monkeypatch.setattr(findings_module, "_by_device", {})
+
     def certified(differing):
-        held = Certificates(tmp_path / f"{differing}.json", {}, lambda key, m: differing)
-        monkeypatch.setattr(cublaslt, "_by_device", {SETUP.device: held})
+        monkeypatch.setattr(cublaslt, "compare", lambda device, key, m: differing)
 
     return certified
 
@@ -252,7 +253,7 @@ def test_a_library_without_a_certificate_is_no_red_row(library):
     assert products_judged().detail == ""
 
 
-def test_only_the_product_that_differs_is_struck(library, monkeypatch):
+def test_only_the_product_that_differs_is_withdrawn(library, monkeypatch):
     library(differing=0)
 
     def wrong_in_one_layout(a, b, bias, layout, out_dtype):
@@ -260,8 +261,8 @@ def test_only_the_product_that_differs_is_struck(library, monkeypatch):
 
     monkeypatch.setattr(cublaslt, "library_product", wrong_in_one_layout)
     products_judged()
-    struck = audit.schedule_audit().struck
-    assert struck and all(name.startswith("nn/") for name in struck)
+    withdrawn = audit.schedule_audit().withdrawn
+    assert withdrawn and all(name.startswith("nn/") for name in withdrawn)
 
 
 def test_an_entry_of_another_order_is_named():

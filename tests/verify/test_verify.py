@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases import rms_norm as rms_norm_cases
+from rl_consistency.cases.case import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.kernels.glu.op import glu_values
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.checks import ops as op_checks
-from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.verify.checks.whole_model import (
     Chain,
@@ -206,10 +207,10 @@ def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():
 
 
 def test_a_head_norms_gradient_that_knows_its_neighbours_is_red(monkeypatch):
-    original = op_checks.rms_norm
+    original = rms_norm_cases.rms_norm
 
-    def mutant(x, weight, eps, *, rows_per_token=1):
-        y = original(x, weight, eps, rows_per_token=rows_per_token)
+    def mutant(x, weight, eps, *, rows_per_token=1, **buffers):
+        y = original(x, weight, eps, rows_per_token=rows_per_token, **buffers)
         if rows_per_token > 1 and len(x) > 1 and x.requires_grad:
             x.register_hook(lambda gradient: gradient * 1.5)
         return y
@@ -217,11 +218,11 @@ def test_a_head_norms_gradient_that_knows_its_neighbours_is_red(monkeypatch):
     (setup,) = op_setups(preset_targets("tiny-llama", [torch.float32]))
     setup = replace(setup, sweep=TINY)
     right, wrong = Tally(), Tally()
-    op_checks.check_rms_norm(right, setup)
-    monkeypatch.setattr(op_checks, "rms_norm", mutant)
-    op_checks.check_rms_norm(wrong, setup)
+    op_checks.check_rows(right, setup, "rms_norm")
+    monkeypatch.setattr(rms_norm_cases, "rms_norm", mutant)
+    op_checks.check_rows(wrong, setup, "rms_norm")
     assert right.mismatches == 0 and right.cases == wrong.cases
-    assert wrong.mismatches > 0 and wrong.detail.startswith("4 heads of 32 dx")
+    assert wrong.mismatches > 0 and wrong.detail.startswith("4 heads of 32, gradients")
 
 
 def test_the_default_covers_all_families_in_fp32_and_bf16():
@@ -358,5 +359,5 @@ def test_unknown_targets_are_named(tmp_path):
 def test_the_probe_of_a_norms_gradient_fits_into_fp16():
     (setup,) = op_setups(preset_targets("tiny-llama", [torch.float16]))
     tally = Tally()
-    op_checks.check_rms_norm(tally, replace(setup, sweep=QUICK))
+    op_checks.check_rows(tally, replace(setup, sweep=QUICK), "rms_norm")
     assert tally.mismatches == 0, tally.detail

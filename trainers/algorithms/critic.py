@@ -24,7 +24,7 @@ from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.scoring.completion_states import completion_states
+from rl_consistency.models.scoring.scored_rows import completion_states
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -33,7 +33,7 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     load_weights,
 )
 from rl_consistency.trainers.strategies.build import build_strategy
-from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.trainers.strategies.strategy import Strategy, trained_parameters
 
 HEAD_SCALE = 0.1
 """Standard deviation of the first values, where hidden states have unit size."""
@@ -65,7 +65,7 @@ class CriticModel(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """All parameters but those that stand for the LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+        return trained_parameters(self)
 
     def values(
         self,

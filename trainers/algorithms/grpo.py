@@ -12,8 +12,8 @@ from torch import Tensor
 from rl_consistency.trainers.advantages import group_advantages
 from rl_consistency.trainers.algorithms.experience import Experience
 from rl_consistency.trainers.algorithms.loop import PolicyTrainer
-from rl_consistency.trainers.batch import per_token
 from rl_consistency.trainers.hooks import Metrics
+from rl_consistency.trainers.losses import per_token
 
 
 class GRPOTrainer(PolicyTrainer):

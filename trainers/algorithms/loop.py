@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.digests import require_same_facts
-from rl_consistency.distributed.leaves import cut
+from rl_consistency.distributed.gradient_parts import cut
+from rl_consistency.distributed.world import require_same_facts
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
@@ -35,15 +35,17 @@ from rl_consistency.trainers.algorithms.experience import (
     shaped_rewards,
 )
 from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
-from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import (
+    LossConfig,
     LossOutput,
+    TokenBatch,
     mean_metrics,
     merge_outputs,
+    per_token,
     policy_loss,
     token_weights,
     with_balance,
@@ -60,7 +62,7 @@ class PolicyTrainer(ABC):
 
     A subclass says what a token's advantage is, and what else is learned from a rollout.
 
-    Several ranks take the same steps. A rank draws and learns from the samples of its own leaves;
+    Several ranks take the same steps. A rank draws and learns from the samples of its own parts;
     tokens, logprobs and losses of all samples are known to all ranks. Rewards come from rank 0.
     """
 
@@ -102,6 +104,7 @@ class PolicyTrainer(ABC):
         firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
+        self._micro_batch_size = config.training.micro_batch_size
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self.weights_digest = self._common_digest("before the first step")
 
@@ -153,7 +156,7 @@ class PolicyTrainer(ABC):
         """The place in the training set of each sample's prompt, and the samples."""
         index, draws = self._order.batch(step - 1), list(self._order.draws(step - 1))
         n = self._sampling.n
-        # A group that a leaf's border cuts is drawn on both sides of it: the same samples.
+        # A group that a part's border cuts is drawn on both sides of it: the same samples.
         own = sorted({i // n for i in self._own})
         chosen = [index[i] for i in own]
         drawn = self._draw(self.train, chosen, self._sampling, [draws[i] for i in own])
@@ -267,9 +270,9 @@ class PolicyTrainer(ABC):
             passes = self.config.algorithm.epochs_per_rollout
             self.progress("training", self._trained, passes * len(self._own))
 
-        size = self.config.training.micro_batch_size
+        passes = self._passes(experience, part, keep)
         with self._timed("training"):
-            norm = self.ranks.accumulate(len(part), size, self._passes(experience, part, keep))
+            norm = self.ranks.accumulate(len(part), self._micro_batch_size, passes)
         output = merge_outputs(self.ranks.shared_tensors("losses", outputs))
         return output, self.ranks.shared_tensors("training logprobs", logprobs), norm
 
@@ -332,9 +335,8 @@ class PolicyTrainer(ABC):
         def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
             return self._loss(experience, part, scored, [part[i] for i in group]).loss
 
-        size = self.config.training.micro_batch_size
         passes = self._passes(experience, part, lambda *found: None)
-        check = partial(self.ranks.check, len(part), size, passes)
+        check = partial(self.ranks.check, len(part), self._micro_batch_size, passes)
         return GradientStep(
             sequences=[experience.sequences[i] for i in part],
             prompt_lengths=[experience.prompt_lengths[i] for i in part],
@@ -363,12 +365,13 @@ class PolicyTrainer(ABC):
 
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
-        own, size = sorted({*self._own} & {*part}), self.config.training.micro_batch_size
-        found: dict[int, Tensor] = {}
+        own = sorted({*self._own} & {*part})
         with self._timed("training"), whole_weights(self.model):
-            for start in range(0, len(own), size):
-                group = own[start : start + size]
-                found.update(zip(group, self._forward(model, experience, group).split()))
+            found = in_groups(
+                own,
+                self._micro_batch_size,
+                lambda group: self._forward(model, experience, group).split(),
+            )
         return self.ranks.shared_tensors("scored logprobs", found)
 
     @property
@@ -396,3 +399,14 @@ class PolicyTrainer(ABC):
         started = finished_seconds(self.model.device)
         yield
         self._times[name] += finished_seconds(self.model.device) - started
+
+
+def in_groups(
+    samples: Sequence[int], size: int, compute: Callable[[list[int]], Sequence[Tensor]]
+) -> dict[int, Tensor]:
+    """What `compute` gives of each of the samples, which it takes in groups of at most `size`."""
+    found: dict[int, Tensor] = {}
+    for start in range(0, len(samples), size):
+        group = list(samples[start : start + size])
+        found.update(zip(group, compute(group), strict=True))
+    return found

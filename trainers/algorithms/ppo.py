@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.digests import require_same_facts
+from rl_consistency.distributed.world import require_same_facts
 from rl_consistency.models.packing import Layout
 from rl_consistency.trainers.advantages import (
     explained_variance,
@@ -26,7 +26,7 @@ from rl_consistency.trainers.advantages import (
 )
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.experience import Experience
-from rl_consistency.trainers.algorithms.loop import PolicyTrainer
+from rl_consistency.trainers.algorithms.loop import PolicyTrainer, in_groups
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
 from rl_consistency.trainers.strategies.strategy import Backward
@@ -66,9 +66,8 @@ class PPOTrainer(PolicyTrainer):
     def _with_advantages(
         self, experience: Experience, rewards: Tensor
     ) -> tuple[Metrics, Experience]:
-        size = self.config.training.micro_batch_size
         with self._timed("critic"):
-            values = self._values(experience, self._own, size, self._layout)
+            values = self._values(experience, self._own, self._micro_batch_size, self._layout)
         again = partial(self._values, experience, self._own[::-1], CHECK_SIZE, "left_padded")
         metrics = self._told("the values", self.hook.on_values, values, again)
         kl = self._kl(experience)
@@ -106,13 +105,10 @@ class PPOTrainer(PolicyTrainer):
         self, experience: Experience, samples: Sequence[int], size: int, layout: Layout
     ) -> list[Tensor]:
         """Values of all samples; those of `samples` are computed on this rank."""
-        found: dict[int, Tensor] = {}
-        for start in range(0, len(samples), size):
-            group = list(samples[start : start + size])
-            found.update(zip(group, self._evaluate(experience, group, layout), strict=True))
+        found = in_groups(samples, size, partial(self._evaluate, experience, layout))
         return [part.cpu() for part in self.ranks.shared_tensors("values", found)]
 
-    def _evaluate(self, experience: Experience, group: list[int], layout: Layout) -> list[Tensor]:
+    def _evaluate(self, experience: Experience, layout: Layout, group: list[int]) -> list[Tensor]:
         sequences = [experience.sequences[i] for i in group]
         prompt_lengths = [experience.prompt_lengths[i] for i in group]
         return self.critic.model.values(sequences, prompt_lengths, layout)
@@ -120,7 +116,6 @@ class PPOTrainer(PolicyTrainer):
     def _learn(self, experience: Experience) -> Metrics:
         assert isinstance(experience, JudgedExperience)
         metrics = super()._learn(experience)
-        size = self.config.training.micro_batch_size
         updates: list[ClippedLoss] = []
         norms: list[float] = []
         for part in self._minibatches(experience):
@@ -128,7 +123,7 @@ class PPOTrainer(PolicyTrainer):
                 output, norm = self._value_backward(experience, part)
             if not updates:
                 again = self._value_passes(experience, part, "left_padded", {})
-                check = partial(self.critic.ranks.check, len(part), size, again)
+                check = partial(self.critic.ranks.check, len(part), self._micro_batch_size, again)
                 given = self.hook.on_value_gradients, check
                 metrics |= self._told("the critic's gradients", *given)
             with self._timed("critic"):
@@ -146,8 +141,7 @@ class PPOTrainer(PolicyTrainer):
         """The critic's gradients of one optimizer step; its loss, and the gradients' norm."""
         outputs: dict[int, ClippedLoss] = {}
         passes = self._value_passes(experience, part, self._layout, outputs)
-        size = self.config.training.micro_batch_size
-        norm = self.critic.ranks.accumulate(len(part), size, passes)
+        norm = self.critic.ranks.accumulate(len(part), self._micro_batch_size, passes)
         return merge_outputs(self.critic.ranks.shared_tensors("value losses", outputs)), norm
 
     def _value_passes(
@@ -172,7 +166,7 @@ class PPOTrainer(PolicyTrainer):
         self, experience: JudgedExperience, part: list[int], group: list[int], layout: Layout
     ) -> ClippedLoss:
         """The share of `group` in the critic's loss of the optimizer step over `part`."""
-        values = torch.cat(self._evaluate(experience, group, layout))
+        values = torch.cat(self._evaluate(experience, layout, group))
         old, returns = (
             torch.cat([given[i] for i in group]).to(values.device)
             for given in (experience.values, experience.returns)

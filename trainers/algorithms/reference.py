@@ -10,11 +10,11 @@ from typing import Any
 
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.trainers.run_directory.checkpoint import load_frozen, save_weights
 
 
-class Reference:
+class ReferencePolicy:
     """A copy of a policy that is not patched yet.
 
     `begin` or `resume` gives it the weights of a file and patches it; `stack` undoes the patch.

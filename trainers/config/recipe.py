@@ -16,24 +16,27 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
 from rl_consistency.trainers.config.learning_sections import (
+    SAMPLING_KEYS,
     AlgorithmSection,
     OptimizerSection,
+    RolloutSection,
     StrategyName,
     TrainingSection,
     WarmStartSection,
 )
-from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
-from rl_consistency.trainers.config.rollout_section import SAMPLING_KEYS, RolloutSection
-from rl_consistency.trainers.config.run_sections import (
+from rl_consistency.trainers.config.sections import (
     ConsistencySection,
+    DataSection,
+    PolicySection,
+    RecipeSection,
+    RewardSection,
     RunSection,
+    TokenizerSection,
     TrackingSection,
 )
-from rl_consistency.trainers.config.section import Section
 from rl_consistency.trainers.config.strict_yaml import (
     RecipeSyntaxError,
     apply_overrides,
@@ -54,7 +57,7 @@ class ConfigError(ValueError):
     """A recipe that cannot be run; the message lists every problem and its remedy."""
 
 
-class RunConfig(Section):
+class RunConfig(RecipeSection):
     """A whole recipe."""
 
     run: RunSection
@@ -203,28 +206,28 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
 
 def _sharing_problems(config: RunConfig) -> Iterator[str]:
     consistency, strategy = config.consistency, config.training.strategy
-    leaves, stock = consistency.gradient_leaves, consistency.strict is False
-    if (leaves.count > 1 or not consistency.ordered) and (stock or consistency.strict_except):
+    order, stock = consistency.gradient_leaves, consistency.strict is False
+    if (order.count > 1 or not consistency.ordered) and (stock or consistency.strict_except):
         key = "gradient_leaves" if consistency.ordered else "ordered"
         yield f"consistency.{key}: needs canonical ops: leave out strict, strict_except"
-    if leaves.count > 1 and not consistency.ordered:
+    if order.count > 1 and not consistency.ordered:
         yield "consistency.ordered: false gives each process one leaf: leave out gradient_leaves"
-    elif leaves.count > 1:
-        yield from (f"consistency.gradient_leaves: {p}" for p in leaf_problems(config, leaves))
+    elif order.count > 1:
+        yield from (f"consistency.gradient_leaves: {p}" for p in part_problems(config, order))
     if strategy is not None:
         yield from strategy_problems(config, strategy)
 
 
-def leaf_problems(config: RunConfig, leaves: LeafOrder) -> Iterator[str]:
-    """Why the sequences of an optimizer step cannot be cut into these leaves; nothing if so."""
-    if leaves.count == 1:
+def part_problems(config: RunConfig, order: PartOrder) -> Iterator[str]:
+    """Why the sequences of an optimizer step cannot be cut into these parts; nothing if so."""
+    if order.count == 1:
         return
     rollout, algorithm = config.rollout, config.algorithm
     update = rollout.prompts_per_step * config.sampling.n // algorithm.updates_per_rollout
     try:
-        leaves.micro_batches(update, 0, config.training.micro_batch_size)
+        order.micro_batches(update, 0, config.training.micro_batch_size)
         if config.warm_start.steps:
-            leaves.leaves(config.warm_start.batch_size)
+            order.parts(config.warm_start.batch_size)
     except ValueError as error:
         yield str(error)
 

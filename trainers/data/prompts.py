@@ -1,17 +1,16 @@
-"""The prompts of a recipe: examples read or generated, and their token ids."""
+"""The prompts of a recipe: examples read or generated, through a chat template if asked; tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.arithmetic import problems
-from rl_consistency.trainers.data.chat import require_template, templated
 from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
-from rl_consistency.trainers.data.foreign_files import shown
+from rl_consistency.trainers.data.foreign_files import explained, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,3 +135,27 @@ def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
     fields = data.model_dump(include={"prompt_field", "answer_field", "prompt_template"})
     read = partial(read_jsonl, **fields, conversations=data.chat_template)
     return read(data.path, limit=data.limit), read(data.eval_path) if data.eval_path else []
+
+
+def require_template(tokenizer: Any) -> None:
+    """DataError where the tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "data.chat_template is true and the policy's tokenizer has no chat template: set it to "
+            "false and write the turns into data.prompt_template, or save the tokenizer with a "
+            "chat_template"
+        )
+
+
+def templated(example: Example, tokenizer: Any) -> Example:
+    """The example with the text that the model reads: its messages, and the start of an answer.
+
+    A prompt that is text is one message of the user.
+    """
+    messages = example.messages or ({"role": "user", "content": example.prompt},)
+    what = f"{example.place}: the tokenizer's chat template does not take the messages"
+    with explained(DataError, what):
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+    return replace(example, prompt=text, messages=messages)

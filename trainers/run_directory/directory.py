@@ -18,10 +18,12 @@ from io import FileIO
 from pathlib import Path
 from weakref import WeakSet
 
-from rl_consistency.files.unfinished import (
+from rl_consistency.numerics.files import (
     discard,
     is_leftover,
     remove_leftovers,
+    seal,
+    unseal,
     write_whole,
 )
 from rl_consistency.numerics.fingerprint import Fingerprint
@@ -36,7 +38,6 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     remedy,
     strangers,
 )
-from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
 
 MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
 CONFIG, REFERENCE = "config.yaml", "reference.safetensors"

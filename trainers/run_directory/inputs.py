@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_consistency.distributed.gradient_norm import ORDER as GRADIENT_NORM
-from rl_consistency.distributed.ordered_sum import ORDER as LEAF_SUM
+from rl_consistency.distributed.ordered_sum import ORDER as PART_SUM
+from rl_consistency.numerics.files import file_digest
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
@@ -22,7 +23,6 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import REWARD_FUNCTION, explained
-from rl_consistency.trainers.run_directory.sealed_json import file_digest
 
 FREE = {
     "run": {"name", "output_dir", "collective_timeout"},
@@ -84,7 +84,7 @@ def common_settings(config: RunConfig) -> dict[str, str]:
 def fingerprint_of(config: RunConfig) -> Fingerprint:
     """Fingerprint of the machine, with the orders that only a gradient of several leaves has."""
     several = config.consistency.gradient_leaves.count > 1
-    orders = (LEAF_SUM, GRADIENT_NORM) if several else ()
+    orders = (PART_SUM, GRADIENT_NORM) if several else ()
     return fingerprint(config.run.device, orders=orders)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rl_consistency.files.unfinished import write_whole
+from rl_consistency.numerics.files import write_whole
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig

@@ -9,10 +9,9 @@ from torch import nn
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.launch import strategy_of
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
-from rl_consistency.trainers.strategies.launcher_settings import strategy_of
-from rl_consistency.trainers.strategies.replicated import Replicated
-from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.trainers.strategies.strategy import Replicated, Strategy
 from rl_consistency.trainers.strategies.zero import Zero, Zero1, Zero2, Zero3
 
 STRATEGIES: dict[str, type[Strategy]] = {

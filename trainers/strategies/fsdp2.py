@@ -17,10 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy, required
+from rl_consistency.trainers.strategies.strategy import (
+    Backward,
+    Gathered,
+    Strategy,
+    trained_parameters,
+)
 
 
 class FSDP2(Strategy):
@@ -28,7 +33,7 @@ class FSDP2(Strategy):
 
     keeps_shards = True
 
-    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
         policy.float()  # masters; what is gathered of them has the policy's dtype
         mesh = init_device_mesh(world.device.type, (world.size,))
@@ -41,7 +46,7 @@ class FSDP2(Strategy):
             fully_shard(module, mesh=mesh, mp_policy=precision)
             module.set_gradient_divide_factor(1.0)
             if self._sum is None or world.size == 1:
-                continue  # FSDP2 adds up the leaves of one rank as it finds them, in order
+                continue  # FSDP2 adds up the parts of one rank as it finds them, in order
             if ordered:
                 reduce = _OrderedReduceScatter(self._sum, f"module {index}")
                 module.set_custom_reduce_scatter(reduce)
@@ -49,9 +54,7 @@ class FSDP2(Strategy):
                 module.set_force_sum_reduction_for_comms(True)
         self._forgets = ordered and world.size > 1
         self._root: FSDPModule = policy  # pyright: ignore[reportAttributeAccessIssue]
-        self._parameters: dict[str, Any] = {
-            n: p for n, p in policy.named_parameters() if p.requires_grad
-        }
+        self._parameters = trained_parameters(policy)  # which are shards from here on
 
     def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
         for round in self._sum.step() if self._sum is not None else self.rounds:
@@ -72,12 +75,8 @@ class FSDP2(Strategy):
         return masters
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: required(name, p.grad) for name, p in self._parameters.items()}
-        return {name: gradient.to_local() for name, gradient in found.items()}  # pyright: ignore
-
-    def drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        found: dict[str, Any] = super().gradients()
+        return {name: gradient.to_local() for name, gradient in found.items()}
 
     def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         def gather(name: str) -> Tensor:

@@ -1,23 +1,24 @@
 """How the processes of a run share the policy, its gradient and its optimizer.
 
 Every strategy ends an optimizer step with the same weights, in the order of `ordered_sum`. They
-differ in what a rank keeps: see `replicated`, `fsdp2` and `zero`.
+differ in what a rank keeps: see `Replicated`, `fsdp2` and `zero`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
-from rl_consistency.distributed.leaves import LeafOrder, Round
-from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.gradient_parts import PartOrder, Round
+from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.parity.bytes import bits
@@ -32,31 +33,31 @@ argument is True they are filler, whose loss has weight zero."""
 
 
 class Strategy(ABC):
-    """The ranks of a run. One process with one leaf takes none of the machinery of several."""
+    """The ranks of a run. One process with one part takes none of the machinery of several."""
 
     keeps_shards = False
     """Whether a rank keeps parts of tensors, and takes part in each forward and backward pass."""
 
-    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         """Every rank calls it, with a patched policy whose gradients are fp32.
 
-        If not `ordered`, each rank has one leaf, and the strategy's stock sum adds them.
+        If not `ordered`, each rank has one part, and the strategy's stock sum adds them.
         """
-        order = order if ordered else LeafOrder(world.size)
+        order = order if ordered else PartOrder(world.size)
         self.world, self.order, self.policy, self.ordered = world, order, policy, ordered
         self.model: Any = policy
         """What forward passes call: the policy, or the outermost wrapper around it."""
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         """What forward passes compute with. Masters are fp32."""
-        trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
-        self.shapes = {name: tuple(p.shape) for name, p in trained.items()}
-        self.numels = {name: p.numel() for name, p in trained.items()}
+        self._parameters: dict[str, Any] = trained_parameters(policy)
+        self.shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        self.numels = {name: p.numel() for name, p in self._parameters.items()}
         self._sum = OrderedSum(world, order) if order.count > 1 else None
         self._gives, self._hooks = False, []
 
     @property
     def rounds(self) -> list[Round]:
-        """Rounds of a step; one process with one leaf has one."""
+        """Rounds of a step; one process with one part has one."""
         return self._sum.rounds if self._sum else self.order.rounds(0, 1, 1)
 
     @abstractmethod
@@ -65,7 +66,7 @@ class Strategy(ABC):
 
         Args:
             num_sequences: of the step, on all ranks together.
-            size: most sequences of a backward pass; None is a whole leaf.
+            size: most sequences of a backward pass; None is a whole part.
             backward: called for each of this rank's passes.
 
         Raises: ConsistencyError on every rank if a rank did not give a gradient.
@@ -76,13 +77,14 @@ class Strategy(ABC):
         """What an optimizer updates on this rank: fp32, with the values that forward passes
         compute with. `pieces` finds the parameters in them."""
 
-    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """This rank's fp32 gradients, cut as `pieces` are. ValueError if one is missing."""
+        return {name: _required(name, p.grad) for name, p in self._parameters.items()}
 
-    @abstractmethod
     def drop_gradients(self) -> None:
         """The next step starts from zero."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def update(
         self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
@@ -119,33 +121,31 @@ class Strategy(ABC):
         for hook in self._hooks:
             hook.remove()
 
-    def _collect(self, total: OrderedSum, parameters: Mapping[str, nn.Parameter]) -> None:
+    def _collect(self, total: OrderedSum) -> None:
         """While `_gives` is set, a backward pass gives each finished gradient to the buckets."""
         self._buckets = GradientBuckets(total, self.shapes)
-        for name, parameter in parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(self._giver(name))
-            self._hooks.append(hook)
 
-    def _giver(self, name: str) -> Callable[[Tensor], None]:
-        def give(parameter: Tensor) -> None:
+        def give(name: str, parameter: Tensor) -> None:
             if self._gives:
                 assert parameter.grad is not None
                 gradient, parameter.grad = parameter.grad, None
                 self._buckets.put(name, gradient)
 
-        return give
+        for name, parameter in self._parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(partial(give, name))
+            self._hooks.append(hook)
 
     def own(self, num_sequences: int) -> list[int]:
         """Indices of the sequences that this rank computes of an optimizer step."""
-        leaves = self.order.leaves(num_sequences)
-        return [i for r in self.rounds if r.leaf is not None for i in leaves[r.leaf]]
+        parts = self.order.parts(num_sequences)
+        return [i for r in self.rounds if r.part is not None for i in parts[r.part]]
 
     def passes(self, num_sequences: int, size: int | None, round: Round) -> list[range]:
         """The sequences of this rank's backward passes in a round; an empty range is filler."""
         size = size or -(-num_sequences // self.order.count)
         if self.order.count == 1:
             size = min(size, num_sequences)
-        return self.order.micro_batches(num_sequences, round.leaf, size)
+        return self.order.micro_batches(num_sequences, round.part, size)
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
         """The norm of gradients of which each element is on one rank. Every rank calls it."""
@@ -157,8 +157,8 @@ class Strategy(ABC):
         """Compare the gradient there is with that of the same step under another micro-batch."""
         trained = self.gradients()
         self.drop_gradients()
-        leaf = max(map(len, self.order.leaves(num_sequences)))
-        other = min(1 if size > 1 else 2, leaf)
+        largest = max(map(len, self.order.parts(num_sequences)))
+        other = min(1 if size > 1 else 2, largest)
         self.accumulate(num_sequences, other, backward)
         again = self.gradients()
         counts = {n: int((bits(again[n]) != bits(g)).sum()) for n, g in trained.items()}
@@ -167,8 +167,8 @@ class Strategy(ABC):
         if self.keeps_shards:
             *found, bad = self.world.reduce("gradient check", [*found, bad], ReduceOp.SUM)
         differing = dict(zip(self.numels, found, strict=True))
-        # Leaves of one sequence have no other cut.
-        name = "run again" if other == min(size, leaf) else f"micro-batch {other}"
+        # Parts of one sequence have no other cut.
+        name = "run again" if other == min(size, largest) else f"micro-batch {other}"
         result = RegroupingResult(name, differing)
         return GradientReport((result,), sum(self.numels.values()), bad)
 
@@ -184,6 +184,11 @@ class Strategy(ABC):
             return self.shared(what, own)
         hosted = {key: value.to("cpu") for key, value in own.items()}
         return [value.to(self.world.device) for value in self.shared(what, hosted)]
+
+
+def trained_parameters(module: nn.Module) -> dict[str, Any]:
+    """The parameters that have a gradient, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 class Gathered(Mapping[str, Tensor]):
@@ -204,8 +209,65 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def required(name: str, gradient: Tensor | None) -> Tensor:
+def _required(name: str, gradient: Tensor | None) -> Tensor:
     """A gradient in fp32; ValueError if there is none."""
     if gradient is None:
         raise ValueError(f"parameter {name} has no gradient: it must take part in the loss.")
     return gradient.float()
+
+
+class Replicated(Strategy):
+    """The gradient is summed in order, slice by slice, and gathered into `.grad`."""
+
+    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
+        super().__init__(world, order, policy, ordered=ordered)
+        if self._sum is not None and ordered:
+            self._collect(self._sum)
+
+    def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
+        if self._sum is None:
+            for batch in self.passes(num_sequences, size, self.rounds[0]):
+                backward(batch, False)
+            return self.norm(self.gradients())
+        if not self.ordered:
+            return self._stock_sum(num_sequences, size, backward)
+        for round in self._buckets.step():
+            if round.part is None:
+                continue
+            *others, last = filter(None, self.passes(num_sequences, size, round))
+            for batch in others:
+                backward(batch, False)
+            self._gives = True
+            try:
+                backward(last, False)
+            finally:
+                self._gives = False
+        norm = self.norm(self._buckets.take())
+        for name, gradient in self._buckets.gather():
+            self._parameters[name].grad = gradient
+        return norm
+
+    def _stock_sum(self, num_sequences: int, size: int | None, backward: Backward) -> float:
+        for round in self.rounds:
+            for batch in filter(None, self.passes(num_sequences, size, round)):
+                backward(batch, False)
+        gradients = self.gradients()
+        for name, gradient in gradients.items():
+            with self.world.naming(f"gradient {name}: all-reduce"):
+                dist.all_reduce(gradient)
+        return self.norm(gradients if self.world.rank == 0 else {})
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(
+        self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+    ) -> None:
+        super().update(optimizer, masters, gradients)
+        for name, parameter in self._parameters.items():
+            if parameter is not masters[name]:
+                parameter.copy_(masters[name])

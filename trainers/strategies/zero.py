@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy
@@ -46,14 +46,11 @@ class Zero(Strategy):
     keeps_shards = True
     stage: int
 
-    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
-        self._parameters: dict[str, Any] = {
-            n: p for n, p in policy.named_parameters() if p.requires_grad
-        }
         self._gradients: dict[str, Tensor] = {}
         if ordered:
-            self._collect(self._sum or OrderedSum(world, order), self._parameters)
+            self._collect(self._sum or OrderedSum(world, order))
         with ExitStack() as stack:
             stack.enter_context(_launched(world.device.type))
             self.model, self._utils = _engine(policy, self.stage, self.dtype)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.run_directory.metrics_file import Metrics
+from rl_consistency.trainers.run_directory.step_files import Metrics
 
 
 class _Column(NamedTuple):

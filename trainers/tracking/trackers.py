@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.config.run_sections import WandbSection
+from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.run_directory.metrics_file import Metrics
-from rl_consistency.trainers.run_directory.step_files import StepFiles
+from rl_consistency.trainers.run_directory.step_files import Metrics, StepFiles
 from rl_consistency.trainers.tracking.console import ConsoleTable
 from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker
 

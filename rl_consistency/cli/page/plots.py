@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
 from rl_consistency.cli.page.panels import DRIFT, Panel, Section
-from rl_consistency.cli.run_files import Rows, load_rows
-from rl_consistency.files.unfinished import unfinished
+from rl_consistency.numerics.files import unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
 from rl_consistency.trainers.run_directory.directory import own_file
+from rl_consistency.trainers.run_directory.step_files import Rows, load_rows
 
 OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"
 PHASES = ("#0f766e", "#2563eb", "#7c3aed", "#d97706", "#9ca3af")

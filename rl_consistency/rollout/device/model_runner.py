@@ -95,11 +95,12 @@ class ModelRunner:
             most = ragged_graphs.most_rows(layer_parameters(model))
             self._ragged_graphs = RaggedGraphs(*of_all, self._forward, most=most, prepare=prepare)
 
-    def begin(self, generation: int = 0) -> None:
+    def begin(self, withdrawals: int = 0) -> None:
         """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
 
-        Drops the graphs if parameters moved, if hooks or the patch were changed, or if `generation`
-        tells that a library product was withdrawn. ValueError if the model was moved or cast.
+        Drops the graphs if parameters moved, if hooks or the patch were changed, or if library
+        products were withdrawn, which `withdrawals` counts. ValueError if the model was moved or
+        cast.
         """
         model, cache = self._model, self._cache.keys[0]
         if (model.dtype, model.device) != (cache.dtype, cache.device):
@@ -107,7 +108,7 @@ class ModelRunner:
                 f"the KV cache is in {cache.dtype} on {cache.device} and the model now in "
                 f"{model.dtype} on {model.device}; build the RolloutEngine after moving or casting"
             )
-        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
+        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(withdrawals)
         # A graph does not run what a hook does.
         if self.hooked or captured_from != self._captured_from:
             for graphs in (self._graphs, self._ragged_graphs):
@@ -120,10 +121,10 @@ class ModelRunner:
         """Whether modules had hooks at the last `begin`."""
         return self._captured_from[1][1].hooked
 
-    def _read_by_graphs(self, generation: int) -> tuple[list[int], _Path, int]:
+    def _read_by_graphs(self, withdrawals: int) -> tuple[list[int], _Path, int]:
         """What graphs depend on: where the tensors lie that they read, and what was captured."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), generation
+        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), withdrawals
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""

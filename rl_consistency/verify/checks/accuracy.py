@@ -8,24 +8,20 @@ neither one unlucky rounding nor one outlier channel decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from rl_consistency.cases.case import TINY_SHAPES, Case, Op, OpShapes, Setting, as_tuple
+from rl_consistency.cases.linear import linear_case
+from rl_consistency.cases.rms_norm import rms_norm_case
+from rl_consistency.cases.table import CASES, FP32_ONLY
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
-from rl_consistency.verify.checks.accuracy_cases import (
-    ACCURACY_CASES,
-    FP32_ONLY,
-    AccuracyCase,
-    Op,
-    linear_case,
-    rms_norm_case,
-)
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup, OpShapes
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.laws import case_gradients
 
 LONG_ROWS = 8192
 """Tokens of one backward pass in `long_fold_rows`."""
@@ -55,11 +51,11 @@ def accuracy_rows(
     device: torch.device, dtypes: Sequence[torch.dtype], shapes: OpShapes = TINY_SHAPES
 ) -> list[AccuracyRow]:
     """Every op in each dtype; reductions of losses and gradients in fp32 only."""
-    setups = [OpSetup(dtype=dtype, device=device, shapes=shapes) for dtype in dtypes]
+    setups = [Setting(dtype=dtype, device=device, shapes=shapes) for dtype in dtypes]
     with numeric_settings():
         return [
             row
-            for op in ACCURACY_CASES
+            for op in CASES
             for setup in setups
             if setup.dtype == torch.float32 or op not in FP32_ONLY
             for row in op_accuracy(op, setup)
@@ -72,20 +68,21 @@ def long_fold_rows(device: torch.device) -> list[AccuracyRow]:
     C6 does not hold for dweight of `linear` here: the fold keeps one running fp32 sum, which makes
     it independent of the cut, and its error grows with the number of steps.
     """
-    setup = OpSetup(dtype=torch.float32, device=device)
+    setup = Setting(dtype=torch.float32, device=device)
     with numeric_settings():
-        found = _measure("linear", setup.dtype, linear_case(setup, LONG_ROWS, 128, 128, draws=3))
-        found += _measure("rms_norm", setup.dtype, rms_norm_case(setup, LONG_ROWS, 128, draws=3))
+        cases = linear_case(setup, 128, 128, draws=3), rms_norm_case(setup, 128, draws=3)
+        found = [r for c in cases for r in _measure(setup.dtype, replace(c, count=LONG_ROWS))]
     return [row for row in found if row.quantity in ("dweight", "dbias")]
 
 
-def op_accuracy(op: str, setup: OpSetup) -> Iterator[AccuracyRow]:
+def op_accuracy(op: str, setup: Setting) -> Iterator[AccuracyRow]:
     """Every quantity of one op."""
-    for case in ACCURACY_CASES[op](setup):
-        yield from _measure(op, setup.dtype, case)
+    for case in CASES[op](setup):
+        if case.seeds:
+            yield from _measure(setup.dtype, case)
 
 
-def check_accuracy(tally: Tally, setup: OpSetup, op: str) -> None:
+def check_accuracy(tally: Tally, setup: Setting, op: str) -> None:
     """C6 of one op: values and gradients."""
     for row in op_accuracy(op, setup):
         case = f"{row.size}, {row.quantity}"
@@ -97,35 +94,32 @@ def check_accuracy(tally: Tally, setup: OpSetup, op: str) -> None:
                 tally.detail = f"largest in {case}: {text}"
 
 
-def _measure(op: str, dtype: torch.dtype, case: AccuracyCase) -> list[AccuracyRow]:
+def _measure(dtype: torch.dtype, case: Case) -> list[AccuracyRow]:
     """Errors of every output and of the gradient of every operand, averaged over the draws."""
     errors: dict[str, list[tuple[float, float]]] = {}
-    for operands, dys in case.draws:
-        exact = _results(case, case.reference, [x.double() for x in operands], dys)
-        ours, stock = (_results(case, run, operands, dys) for run in (case.ours, case.stock))
+    assert case.reference is not None and case.stock is not None
+    for seed in case.seeds:
+        operands, dys = case.draw(case.count, seed), case.draw_dys(case.count, seed)
+        wide = [x.double() if x.is_floating_point() else x for x in operands]
+        exact = _results(case, case.reference, wide, dys)
+        ours, stock = (_results(case, run, operands, dys) for run in (case.call, case.stock))
         for name, value in exact.items():
             pair = _error(ours[name], value), _error(stock[name], value)
             errors.setdefault(name, []).append(pair)
-    known = str(torch.float32 if op in FP32_ONLY else dtype).removeprefix("torch.")
-    row = partial(AccuracyRow, op=op, dtype=known, size=case.size)
+    known = str(torch.float32 if case.op in FP32_ONLY else dtype).removeprefix("torch.")
+    row = partial(AccuracyRow, op=case.op, dtype=known, size=case.accuracy_size)
     means = {n: [sum(side) / len(e) for side in zip(*e, strict=True)] for n, e in errors.items()}
     return [row(quantity=n, ours=ours, stock=stock) for n, (ours, stock) in means.items()]
 
 
 def _results(
-    case: AccuracyCase, op: Op, operands: Sequence[Tensor], dys: Sequence[Tensor]
+    case: Case, op: Op, operands: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    leaves = [x.detach().clone().requires_grad_(bool(dys)) for x in operands]
-    found = op(*leaves)
-    outputs = (found,) if isinstance(found, Tensor) else found
-    if dys:
-        own = [dy.to(y.dtype) for y, dy in zip(outputs, dys, strict=True)]
-        torch.autograd.backward(outputs, own)
-    results = dict(zip(case.outputs, (y.detach() for y in outputs), strict=True))
-    for name, x in zip(case.operands, leaves, strict=True):
-        if x.grad is not None:
-            results[f"d{name}"] = x.grad
-    return results
+    outputs, gradients = as_tuple(op(*operands)), []
+    if case.gradients:
+        gradients = case_gradients(case, op, operands, dys, case.gradients)
+    names = *case.outputs, *(f"d{name}" for name in case.gradients)
+    return dict(zip(names, (*outputs, *gradients), strict=True))
 
 
 def _error(got: Tensor, exact: Tensor) -> float:

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.cases.attention import SCORE_SCALE
+from rl_consistency.cases.case import Heads
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.verify.checks.op_setup import Heads, OpSetup
 from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of
-
-SCORE_SCALE = 0.06
-"""Factor on probes: softmax weights then span several orders of magnitude, gradients stay in the
-range of fp16."""
+from rl_consistency.verify.sweep import OpSetup
 
 Sample = tuple[Tensor, Tensor, Tensor]
 """q [n, H, D], k and v [n, Hkv, D] of one sequence."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.drift import compare_logprobs
@@ -20,7 +21,6 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.statistics import RolloutStatistics
 from rl_consistency.verify.checks.whole_model import Chain
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.probe import probe_tokens
 
 MAX_TOKENS = 17
 """Tokens generated per completion; more than one cache block of 16."""

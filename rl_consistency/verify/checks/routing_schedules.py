@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.cases.case import weight_scale
+from rl_consistency.cases.experts import EXPERTS, TOP_K
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
@@ -31,12 +34,9 @@ from rl_consistency.kernels.experts.schedules import (
 from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
 from rl_consistency.kernels.router.schedules import candidates as router_candidates
-from rl_consistency.verify.checks.op_setup import OpSetup
-from rl_consistency.verify.checks.ops import weight_scale
-from rl_consistency.verify.checks.routing import EXPERTS, TOP_K
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
-from rl_consistency.verify.probe import probe
+from rl_consistency.verify.sweep import OpSetup
 
 HIDDEN, INNER = 640, 448
 """Sizes of the experts, whatever the model. HIDDEN and 2 INNER are multiples of 128, without which

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.cases.pointwise import rotary_cases
+from rl_consistency.cases.probe import probe, probe_tokens
+from rl_consistency.cases.token_logprobs import sampling_in_turn
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
@@ -20,12 +23,10 @@ from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
-from rl_consistency.verify.checks.op_setup import MAX_ROWS, OpSetup
-from rl_consistency.verify.checks.ops import rotary_probe, sampling_in_turn
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
-from rl_consistency.verify.probe import probe, probe_tokens
 from rl_consistency.verify.substitution import attribute
+from rl_consistency.verify.sweep import MAX_ROWS, OpSetup
 
 ROWS = MAX_ROWS + 3
 """Most rows of a case: an odd number, ragged for programs of two rows too."""
@@ -60,7 +61,8 @@ def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
 
 def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
     """Rotated queries and keys."""
-    q, k, cos, sin, _, _ = rotary_probe(setup, min(setup.rows, ROWS))
+    *_, case = rotary_cases(setup)
+    q, k, cos, sin = case.draw(min(setup.rows, ROWS), 1)
 
     def rotated(schedule: rotary_triton.Schedule) -> Tensor:
         return rows_of(*rotary_triton.rotary_fwd(q, k, cos, sin, False, schedule))

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.cases.case import Heads, weight_scale
+from rl_consistency.cases.linear import projection_cases
+from rl_consistency.cases.probe import probe
+from rl_consistency.cases.token_logprobs import KINDS, head_probe, sampling_in_turn
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
@@ -44,13 +48,11 @@ from rl_consistency.verify.checks.attention import (
     of_sequences,
     packed,
 )
-from rl_consistency.verify.checks.op_setup import MAX_ROWS, Heads, OpSetup
-from rl_consistency.verify.checks.ops import projection_probe, token_logprob_probe, weight_scale
 from rl_consistency.verify.checks.paged_calls import cached_rows, decoded, paged_calls
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
-from rl_consistency.verify.probe import probe
 from rl_consistency.verify.substitution import attribute
+from rl_consistency.verify.sweep import MAX_ROWS, OpSetup
 
 LENGTHS = (1, 33, 200, 2300)
 """Sequences of attention, from one block of keys to many."""
@@ -69,7 +71,7 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
             for layout, b, added in (("nt", weight, bias), ("nn", weight.t().contiguous(), None)):
                 name = f"{inner} x {columns} {layout}"
                 by_the_library += _compare_product(tally, setup, name, x, b, added, layout)
-                # A reading strikes all that was sampled since the one before: this product alone.
+                # A reading withdraws all that was sampled since the one before: this product alone.
                 audit.schedule_audit()
     report = audit.schedule_audit()
     audited = report.audited - before.audited
@@ -78,7 +80,7 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
         # Where no certificate was given, as for fp32, the library has no schedule.
         report.differing == 0 and (audited > 0 or not by_the_library),
         f"{report.differing} elements of {audited} audited calls, {by_the_library} products by the "
-        f"library; struck: {report.struck}",
+        f"library; withdrawn: {report.withdrawn}",
     )
 
 
@@ -86,7 +88,8 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     """q, k, v in one launch and gate, up, silu in another, against the ops they stand for."""
     dtype = setup.dtype
     few = few_rows_schedules.MOST_FUSED_ROWS - 3  # ragged for every tile
-    x, weights = projection_probe(min(setup.rows, few), setup)
+    drawn = [case.draw(min(setup.rows, few), 40) for case in projection_cases(setup)]
+    x, weights = drawn[0][0], [w for own in drawn for w in own[1:]]
     biases = bq, bk, bv = [setup.drawn((len(w),), i, 0.01) for i, w in enumerate(weights[:3])]
     pairs = zip(weights, [*biases, None, None], strict=True)
     apart = [matmul_nt(x, weight, bias=bias, out_dtype=dtype) for weight, bias in pairs]
@@ -148,7 +151,8 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
 
 def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     """Statistics of the vocabulary and logit gradients: fused with the product, and from logits."""
-    hidden, weight, targets, rows = token_logprob_probe(min(setup.rows, MAX_ROWS), setup)
+    hidden, weight, targets = head_probe(setup, min(setup.rows, MAX_ROWS))
+    rows = sampling_in_turn(KINDS, len(hidden), setup.device)
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     logits = lm_head_logits(hidden, weight)
 

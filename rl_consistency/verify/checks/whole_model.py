@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, LayerGraphs
 from rl_consistency.models.families import SPARSE, stock_class
@@ -28,11 +29,9 @@ from rl_consistency.parity.gradients import (
 )
 from rl_consistency.parity.paged_calls import PagedCall, cache_arguments
 from rl_consistency.parity.taps import tapped
-from rl_consistency.verify.checks.op_setup import padded
 from rl_consistency.verify.checks.paged_calls import paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.probe import probe_tokens
-from rl_consistency.verify.sweep import Sweep, split
+from rl_consistency.verify.sweep import Sweep, padded, split
 
 GRADIENT_REGROUPINGS = (
     Regrouping("run again", (1 << 30,)),

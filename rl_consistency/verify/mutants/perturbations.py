@@ -32,7 +32,7 @@ from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.models import forward, packing
 from rl_consistency.models.captured.captured_gradients import by_dtype
-from rl_consistency.models.stock.attention import stock_attention, stock_captured_attention
+from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.random_stream import device_uniforms

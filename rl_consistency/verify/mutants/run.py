@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from rl_consistency.verify.checks.op_setup import CPU, OpSetup
+from rl_consistency.cases.case import CPU
 from rl_consistency.verify.claims import Result
 from rl_consistency.verify.mutants import (
     perturbations,
@@ -24,7 +24,7 @@ from rl_consistency.verify.run import (
     process_checks,
     schedule_checks_in,
 )
-from rl_consistency.verify.sweep import QUICK
+from rl_consistency.verify.sweep import QUICK, OpSetup
 from rl_consistency.verify.targets import Target
 
 MUTANTS = tuple(

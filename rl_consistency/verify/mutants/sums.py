@@ -1,4 +1,4 @@
-"""Sums over leaves in other orders than `OrderedSum`'s."""
+"""Sums over parts in other orders than `OrderedSum`'s."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 
@@ -25,18 +25,18 @@ class StockSum(OrderedSum):
 
 
 class ContiguousLeaves(OrderedSum):
-    """Rank r computes leaves rk, rk + 1, ..."""
+    """Rank r computes parts rk, rk + 1, ..."""
 
-    def __init__(self, world: World, order: LeafOrder):
+    def __init__(self, world: World, order: PartOrder):
         super().__init__(world, order)
         first = world.rank * len(self.rounds)
-        self.rounds = [replace(r, leaf=first + r.index) for r in self.rounds]
+        self.rounds = [replace(r, part=first + r.index) for r in self.rounds]
 
 
 class FillerAdded(OrderedSum):
-    """A rank without a leaf sends its zeros."""
+    """A rank without a part sends its zeros."""
 
-    def __init__(self, world: World, order: LeafOrder):
+    def __init__(self, world: World, order: PartOrder):
         super().__init__(world, order)
         self.rounds = [replace(r, senders=world.size) for r in self.rounds]
 
@@ -61,12 +61,12 @@ class LowPrecision(OrderedSum):
 class RankApart(OrderedSum):
     """Rank 1 keeps what it added last in the place of the sum."""
 
-    def __init__(self, world: World, order: LeafOrder):
+    def __init__(self, world: World, order: PartOrder):
         super().__init__(world, order)
         self._own: dict[str, Tensor] = {}
 
     def add(self, key: str, vector: Tensor) -> None:
-        if self._round.leaf is not None:
+        if self._round.part is not None:
             self._own[key] = vector
         super().add(key, vector)
 

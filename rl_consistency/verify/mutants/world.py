@@ -10,14 +10,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.strategies.build import build_strategy
-from rl_consistency.trainers.strategies.replicated import Replicated
-from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.trainers.strategies.strategy import Replicated, Strategy
 from rl_consistency.verify.mutants.mutant import Mutant, mutant
 from rl_consistency.verify.mutants.sums import (
     ContiguousLeaves,
@@ -52,7 +51,7 @@ def stock_sum(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
 @mutant("leaves tied to ranks", ALL, at=(substituted, build_strategy))
 def leaves_tied_to_ranks(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
     """There are as many leaves as processes."""
-    return _built(config, world, policy, gradient_leaves=LeafOrder(world.size))
+    return _built(config, world, policy, gradient_leaves=PartOrder(world.size))
 
 
 _giver = Replicated._giver
@@ -62,7 +61,7 @@ _giver = Replicated._giver
 def fold_goes_on(self: Replicated, name: str) -> Callable[[Tensor], None]:
     """A rank's fold goes on from leaf to leaf; what it gives is zero until its last."""
     give = _giver(self, name)
-    last = max(r.index for r in self.rounds if r.leaf is not None)
+    last = max(r.index for r in self.rounds if r.part is not None)
 
     def later(parameter: Tensor) -> None:
         assert self._sum is not None and parameter.grad is not None

@@ -23,9 +23,9 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from rl_consistency.files.unfinished import write_whole
+from rl_consistency.numerics.files import write_whole
 from rl_consistency.trainers.run import train
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import zero
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 from rl_consistency.verify.processes import end_with_parent

@@ -3,13 +3,12 @@ import math
 
 import pytest
 
-from rl_consistency.cli.page.panels import DRIFT, EXPERTS, SECTIONS, WORST
+from rl_consistency.cli.page.panels import DRIFT, SECTIONS, WORST
 from rl_consistency.cli.page.plots import (
     drift_counts,
     drift_picture,
     save_picture,
     section_figure,
-    series,
 )
 
 OF_TITLE = {section.title: section for section in SECTIONS}
@@ -88,24 +87,6 @@ def test_counts_sum_over_the_run():
     assert drift_counts([{"step": 1}]) == {}
 
 
-def test_rewards_of_training_and_evaluation_are_both_drawn():
-    rows = [row(1), row(2, **{"eval/reward": 0.9}), row(3)]
-    drawn = lines(drawn_axes("Reward", rows)[0])
-    assert list(drawn["training completions"].get_ydata()) == [0.1, 0.2, 0.3]
-    assert list(drawn["evaluation"].get_xdata()) == [2]
-
-
-def test_each_curve_of_learning_has_a_panel_and_a_missing_one_says_so():
-    rows = [row(1, loss=0.5), row(2, loss=math.nan), row(3, loss=-0.25)]
-    panels = {axes.get_title(loc="left"): axes for axes in drawn_axes("Learning", rows)}
-    assert list(panels) == [panel.title for panel in OF_TITLE["Learning"].panels]
-    curve, bad = panels["Loss"].get_lines()
-    assert list(curve.get_xdata()) == [1, 2, 3] and curve.get_ydata()[2] == -0.25
-    assert list(bad.get_xdata()) == [2]
-    texts = [text.get_text() for text in panels["Entropy, nats"].texts]
-    assert texts == ["not measured in this run"] and not panels["Loss"].texts
-
-
 def test_gradient_checks_are_split_into_passed_and_failed():
     key = "consistency/gradient_check"
     rows = [
@@ -121,24 +102,6 @@ def test_a_check_reported_as_failed_is_never_drawn_as_passed():
     key = "consistency/gradient_check"
     rows = [row(1, **{f"{key}/passed": False, f"{key}/mismatched_elements": 0})]
     assert "failed (1)" in lines(drawn_axes("Gradient checks", rows)[0])
-
-
-def test_rerouted_tokens_of_both_paths_and_the_balance_loss_are_drawn():
-    routed = {"consistency/rerouted_tokens": 0, "stock/rerouted_tokens": 7, "policy/balance": 1.5}
-    tokens, balance = section_figure(EXPERTS, [row(1, **routed), row(2, **routed)]).axes
-    assert list(lines(tokens)["stock"].get_ydata()) == [7, 7]
-    assert list(lines(tokens)["rl_consistency"].get_ydata()) == [0, 0]
-    assert list(balance.get_lines()[0].get_ydata()) == [1.5, 1.5]
-
-
-def test_phases_are_stacked_and_absent_ones_left_out():
-    rows = [
-        row(1, **{"time/rollout_seconds": 2.0, "time/training_seconds": 1.0}),
-        row(2, **{"time/rollout_seconds": 2.0, "tokens_per_second": 50.0}),
-    ]
-    seconds, _ = drawn_axes("Speed", rows)
-    assert [bars.get_label() for bars in seconds.containers] == ["rollout", "training"]
-    assert [bar.get_y() for bar in seconds.containers[1]] == [2.0, 2.0]
 
 
 def test_what_was_not_measured_says_so():
@@ -159,10 +122,6 @@ def test_a_histogram_has_a_square_for_each_bin_that_is_not_empty():
     assert sorted(found) == [(1, "0"), (2, "0"), (2, "0.1..1"), (3, "nan")]
     shades = dict(zip(found, squares.get_facecolors()[:, 3]))
     assert shades[1, "0"] == 1.0 > shades[2, "0"] > shades[2, "0.1..1"]
-
-
-def test_series_skips_rows_without_the_metric():
-    assert series(ROWS, "stock/mismatch_fraction") == ([1, 3], [0.4, 0.4])
 
 
 def write_metrics(run_dir, rows):

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.cli.page.panels import EXPERTS, SECTIONS, WORST
+from rl_consistency.cli.page.panels import SECTIONS, WORST
 from rl_consistency.cli.page.plots import save_picture
-from rl_consistency.cli.page.report import _worst_tokens, render
+from rl_consistency.cli.report import _worst_tokens, render
+from rl_consistency.numerics.files import seal
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
-from rl_consistency.trainers.run_directory.sealed_json import seal
 
 
 def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
@@ -46,6 +46,7 @@ def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
     return run_dir
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_a_run_of_which_no_figure_is_finite_has_a_page_that_says_so(tmp_path, value):
@@ -110,14 +111,6 @@ def with_metrics(run_dir, **more):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
     return run_dir
-
-
-def test_only_a_sparse_run_has_a_section_of_experts(tmp_path):
-    dense = render(make_run(tmp_path / "dense")).read_text()
-    run = with_metrics(make_run(tmp_path / "sparse"), **{"consistency/rerouted_tokens": 0})
-    sparse = render(run).read_text()
-    assert EXPERTS.title in sparse and "experts" not in dense
-    assert '<section class="verdict"><strong>0 of 1,000 tokens differ</strong>' in sparse
 
 
 def test_tokens_that_met_other_experts_turn_the_verdict_bad(tmp_path, undrawn):
@@ -193,12 +186,6 @@ def test_damaged_texts_are_said_and_the_ids_stay(tmp_path, content, said):
     assert cells_after(text, "training − rollout")[:2] == ["8", "0"]
 
 
-def test_a_pipe_in_the_place_of_texts_is_not_waited_for(tmp_path):
-    run = make_run(tmp_path / "run", mismatched=1)
-    os.mkfifo(bundle_of(run, [-1.0, -2.5], step=3) / TEXTS)
-    assert cells_after(_worst_tokens(run), "training − rollout")[:2] == ["8", "0"]
-
-
 def test_the_same_run_gives_the_same_page(tmp_path):
     run = make_run(tmp_path / "run", summary=SUMMARY)
     (run / MANIFEST).write_text(seal({"format": FORMAT, "names": ["report.html"]}))
@@ -254,15 +241,6 @@ def test_the_configuration_is_text_not_markup(tmp_path, undrawn):
     page = read(render(make_run(tmp_path / "run")))
     assert "script" not in {tag for tag, _ in page.seen}
     assert "<script>alert(1)</script>" in "".join(page.text)
-
-
-def test_the_largest_metrics_are_drawn(tmp_path):
-    run = make_run(tmp_path / "run")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row, value in zip(rows, (1e50, -1e50), strict=True):
-        row |= dict.fromkeys(row.keys() - {"step"}, value)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert render(run).is_file()
 
 
 def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path, undrawn):

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.kernels.embedding.op import embedding, embedding_reference
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe, probe_tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -2,13 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.glu import activation_triton
 from rl_consistency.kernels.glu.activation_triton import CANDIDATES, SCHEDULE, glu_bwd, glu_fwd
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import judged, rows_of, schedules_alike
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

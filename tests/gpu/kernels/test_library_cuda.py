@@ -17,6 +17,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_varlen
 from rl_consistency.kernels.core.torch_op import NAMESPACE
@@ -29,7 +30,6 @@ from rl_consistency.kernels.rotary.op import rotary
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import IGNORED, token_logprobs
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.cases.probe import probe
+from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.few_rows_triton import (
@@ -16,13 +18,12 @@ from rl_consistency.kernels.linear.few_rows_triton import (
 from rl_consistency.kernels.linear.glu_linear import glu_linear
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
-from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, leaf_gradients, rows_alike
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ ROWS, K, N = 320, 1024, 392
 def fresh_certificates(monkeypatch, tmp_path):
     """No certificate of this machine is read, none of a test is left on it."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
 
 

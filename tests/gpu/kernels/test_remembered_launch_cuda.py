@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core import remembered_launch
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
@@ -12,7 +13,6 @@ from rl_consistency.kernels.rms_norm.schedules import block_width, candidates, p
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike, schedules_alike
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

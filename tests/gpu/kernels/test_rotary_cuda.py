@@ -1,12 +1,12 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
 from rl_consistency.kernels.rotary.rotation_triton import CANDIDATES, SCHEDULE, rotary_fwd
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike, rows_of, schedules_alike
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

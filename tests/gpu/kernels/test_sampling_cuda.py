@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
@@ -21,7 +22,6 @@ from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logpr
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 from rl_consistency.rollout.device.sampler import sample
-from rl_consistency.verify.probe import probe
 from tests.kernels.sampling.references import by_selection, by_sort, by_torch, uniforms_of
 
 pytestmark = pytest.mark.gpu

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_consistency.cases.case import Heads
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention import cpu as attention_module
 from rl_consistency.kernels.attention import layout as layout_module
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
@@ -21,10 +23,9 @@ from rl_consistency.verify.checks.attention import (
     paged_alike,
     sequences_alike,
 )
-from rl_consistency.verify.checks.op_setup import Heads, OpSetup
 from rl_consistency.verify.checks.paged_calls import chunked, decoded
 from rl_consistency.verify.laws import judged
-from rl_consistency.verify.probe import probe
+from rl_consistency.verify.sweep import OpSetup
 
 LENGTHS = (1, 5, 64, 65, 130, 33)
 D = 32

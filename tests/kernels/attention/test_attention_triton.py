@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention import forward_plan
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import op as cpu
@@ -31,7 +32,6 @@ from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.checks.paged_calls import chunked, paged_calls
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 

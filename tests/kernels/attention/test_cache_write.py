@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.cache_write_triton import (
     MAX_COLUMNS,
     cache_write,
@@ -10,7 +11,6 @@ from rl_consistency.kernels.attention.cache_write_triton import (
     zero_cache,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 
 HAS_GPU = torch.cuda.is_available()
 WRITERS = [cache_write] if HAS_GPU else [cache_write, cache_write_fwd]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.cache_write_triton import cache_write, cache_write_fwd
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.paged_inputs_triton import (
@@ -15,7 +16,6 @@ from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

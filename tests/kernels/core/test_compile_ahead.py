@@ -4,7 +4,6 @@ computes nothing. On a GPU see tests/gpu."""
 import _thread
 import hashlib
 import os
-from pathlib import Path
 from threading import Lock, Thread, get_ident
 from time import sleep
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ from triton.runtime import _async_compile, build, cache, driver
 from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
+from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core import remembered_launch
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.compile_ahead import (
     compile_ahead,
@@ -25,9 +24,10 @@ from rl_consistency.kernels.core.compile_ahead import (
     require_launches,
     use_workers,
 )
+from rl_consistency.kernels.core.findings import Findings, Winner
 from rl_consistency.kernels.core.remembered_launch import launch_key, remembered
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.matmul.cublaslt import Key
 
 BF16 = torch.bfloat16
 
@@ -302,14 +302,10 @@ def test_the_interpreter_has_nothing_to_compile(monkeypatch):
 KEY = Key.of("nt", BF16, BF16, False, 100, 64, 64)
 
 
-def certificates_in(path: Path, compared):
-    return Certificates(path, {"device": "none"}, lambda key, m: compared.append(m) or 0)
-
-
 def product_only_compiled(monkeypatch, held):
     """What a product of 100 rows launches in a pass that computes nothing, by rows."""
     launched = []
-    monkeypatch.setattr(cublaslt, "certificates", lambda device: held)
+    monkeypatch.setattr(findings_module, "_by_device", {torch.device("cpu"): held})
     monkeypatch.setattr(cublaslt, "_has_room", lambda device, key: True)
     monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda *sizes: True)
@@ -323,44 +319,41 @@ def product_only_compiled(monkeypatch, held):
     return found[0], launched
 
 
-def test_a_pass_that_computes_nothing_makes_no_certificate(device, monkeypatch, tmp_path):
-    path, compared = tmp_path / "file.json", []
-    held = certificates_in(path, compared)
-    before = audit._counts.calls
+def test_a_pass_that_computes_nothing_makes_no_certificate(device, monkeypatch):
+    held, before = Findings(None, {}), audit._counts.calls
     found, launched = product_only_compiled(monkeypatch, held)
-    assert found.shape == (100, 64) and not compared and not path.exists()
+    assert found.shape == (100, 64) and held.certificate(KEY.name) is None
     assert audit._counts.calls == before and not audit._counts.pending
     # What a comparison launches later is compiled: its numbers of rows, and an audit's.
     assert launched[-4:] == [65, 96, 100, 128] and all(32 <= m <= 64 for m in launched[:-4])
-    held.admitted(KEY, 100)
-    assert compared == [65, 96, 100, 128]
-    text = path.read_bytes()
+    held.certify(KEY.name, 0, [65, 96, 100, 128])
     found, launched = product_only_compiled(monkeypatch, held)
-    assert found.shape == (100, 64) and path.read_bytes() == text
+    assert found.shape == (100, 64)
     assert launched and all(32 <= m <= 64 for m in launched)
 
 
-def test_a_struck_product_is_compiled_as_triton_runs_it(device, monkeypatch, tmp_path):
-    held = certificates_in(tmp_path / "file.json", [])
-    held.strike(KEY, "it differed")
+def test_a_withdrawn_product_is_compiled_as_triton_runs_it(device, monkeypatch):
+    held = Findings(None, {})
+    held.withdraw(KEY.name, "it differed")
     assert product_only_compiled(monkeypatch, held) == (None, [])
 
 
-def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path):
+def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path, monkeypatch):
     """The mutant: a product that did not ask would make a certificate of nothing."""
-    compared = []
-    held = certificates_in(tmp_path / "file.json", compared)
-    schedules = TunedSchedules(None, {})
+    held = Findings(tmp_path / "file.json", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda device, key: True)
+    monkeypatch.setattr(cublaslt, "compare", lambda *_: pytest.fail("compared"))
     for what in (
-        lambda: held.admitted(KEY, 100),
-        lambda: held.strike(KEY, "bytes differed"),
+        lambda: cublaslt.certified(torch.device("cpu"), KEY, 100),
+        lambda: held.certify(KEY.name, 0, [100]),
+        lambda: held.withdraw(KEY.name, "bytes differed"),
         audit.due,
-        lambda: schedules.strike("work", "schedule", "bytes differed"),
-        lambda: schedules.keep("work", Winner("schedule", 1.0, 1.0)),
+        lambda: held.keep("work", Winner("schedule", 1.0, 1.0)),
     ):
         with pytest.raises(RuntimeError, match="nothing is computed"):
             compile_ahead([what])
-    assert not compared and not list(tmp_path.iterdir()) and not schedules.winners
+    assert not list(tmp_path.iterdir()) and not held.winners
     require_launches("outside")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_packed_fwd
 from rl_consistency.kernels.core.kernels_hash import KERNELS
@@ -24,7 +25,6 @@ from rl_consistency.kernels.sampling.statistics_triton import (
 from rl_consistency.kernels.token_logprobs.backward_triton import token_gradient_table
 from rl_consistency.kernels.token_logprobs.op import IGNORED
 from rl_consistency.kernels.token_logprobs.schedules import pick
-from rl_consistency.verify.probe import probe
 
 T, H, N, V, EXPERTS = 24, 64, 48, 304, 4
 LAYOUT = ([0, 16], [10, 7])

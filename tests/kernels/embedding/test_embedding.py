@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.embedding.op import embedding, embedding_reference
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged
-from rl_consistency.verify.probe import probe
 
 VOCABULARY, H, TOKENS = 7, 40, 160
 

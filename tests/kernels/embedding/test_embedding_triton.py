@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"

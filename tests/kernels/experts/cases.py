@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 
 LENGTHS = (17, 1, 16, 40, 15, 33)
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 64, 48, 3

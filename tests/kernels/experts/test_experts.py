@@ -4,6 +4,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
 from rl_consistency.kernels.experts import cpu
@@ -14,7 +15,6 @@ from rl_consistency.kernels.router.op import route, route_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import judged, rows_alike
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import EXPERTS, HIDDEN, TOP_K, WIDTH, Block, parameters
 
 ROWS = 70

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import GROUPINGS, LENGTHS, WHOLE, Block
 
 DTYPES = (torch.float32, torch.bfloat16)

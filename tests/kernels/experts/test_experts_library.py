@@ -1,14 +1,14 @@
-"""torch's grouped product as a schedule: taken where certified, audited, struck if it differs."""
-
-import json
+"""torch's grouped product as a schedule: where certified, audited, withdrawn if it differs."""
 
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.experts import cuda, library
 from rl_consistency.kernels.experts.library import (
-    certificates,
     compare,
     grouped_product,
     key_of,
@@ -16,15 +16,12 @@ from rl_consistency.kernels.experts.library import (
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
-from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS, prefers_library
-from rl_consistency.kernels.experts.winner_audit import pairs_of
-from rl_consistency.kernels.matmul import audit
+from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
-from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
@@ -39,19 +36,17 @@ def own(a, weights, layout, first):
 
 
 @pytest.fixture
-def on_this_machine(monkeypatch, tmp_path):
+def on_this_machine(monkeypatch):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(audit, "AUDIT_EVERY", 3)
-    monkeypatch.setattr(library, "ALIGNMENT", 64)
-    for name in ("has_wgmma", "settings_in_force", "prefers_library", "_has_room"):
+    monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
+    for name in ("has_wgmma", "settings_in_force", "prefers_library"):
         monkeypatch.setattr(library, name, lambda *a: True)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda *a: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(library, "library_product", own)
-    file = tmp_path / "file.json"
-    held = Certificates(file, {}, lambda key, pairs: compare(CPU, key, pairs, library=own))
-    monkeypatch.setattr(library, "_by_device", {CPU: held})
-    return file
+    monkeypatch.setattr(findings_module, "_by_device", {})
 
 
 def weights_and_first(layout="nt"):
@@ -64,14 +59,13 @@ def weights_and_first(layout="nt"):
 def test_the_library_gives_the_product_of_each_pair_with_its_expert(layout):
     weights, first = weights_and_first(layout)
     a = probe((PAIRS, HIDDEN), torch.bfloat16, scale=0.2)
-    found = pairs_of(library_product(a, weights, layout, first), first)
-    expected = pairs_of(own(a, weights, layout, first), first)
+    found = library_product(a, weights, layout, first)[:80]
+    expected = own(a, weights, layout, first)[:80]
     assert_within(found, expected, "reduction", torch.bfloat16)
-    assert not found[80:].any()
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn"])
-def test_a_product_in_another_order_differs_on_probe_data(layout):
+def test_a_product_in_another_order_differs_on_probe_data(layout, monkeypatch):
     weights, _ = weights_and_first(layout)
     key = key_of(weights, layout, PAIRS)
     assert (key.n, key.k, key.rows) == (WIDTH, HIDDEN, 128)
@@ -81,11 +75,12 @@ def test_a_product_in_another_order_differs_on_probe_data(layout):
         halves = zip(a.split(16, 1), weights.split(16, inner), strict=True)
         return sum(own(x, w.contiguous(), layout, first) for x, w in halves)
 
-    assert compare(CPU, key, PAIRS, library=own) == 0
-    assert compare(CPU, key, PAIRS, library=split) > 0
+    for product, differs in ((own, False), (split, True)):
+        monkeypatch.setattr(library, "library_product", product)
+        assert (compare(CPU, key, PAIRS) > 0) == differs
 
 
-def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_machine):
+def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_machine, monkeypatch):
     """Mutant: few rows of an expert are summed in two halves."""
     weights, first = weights_and_first()
     key = key_of(weights, "nt", PAIRS)
@@ -98,20 +93,17 @@ def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_mac
         expert = torch.searchsorted(first[1:].long(), torch.arange(len(a)), right=True)
         return torch.where(few[expert.clamp(max=EXPERTS - 1)][:, None], parted, y)
 
-    library._by_device[CPU]._compare = lambda key, pairs: compare(
-        CPU, key, pairs, library=by_tokens
-    )
+    monkeypatch.setattr(library, "library_product", by_tokens)
     assert not takes(weights, "nt", PAIRS)
-    assert not certificates(CPU).holds(key)
-    assert json.loads(on_this_machine.read_text())["findings"][key.name]["differing"] > 0
+    assert findings_of(CPU).certificate(key.name).differing > 0
     assert len(first) == EXPERTS + 1
 
 
 def test_a_certificate_is_made_once_and_names_the_experts(on_this_machine, monkeypatch):
     weights, _ = weights_and_first()
     assert takes(weights, "nt", PAIRS)
-    assert "grouped-nt-e4/bf16/bf16/plain/n24/k32/m128" in on_this_machine.read_text()
-    monkeypatch.setattr(library._by_device[CPU], "_compare", lambda *a: pytest.fail("again"))
+    assert findings_of(CPU).certifies("grouped-nt-e4/bf16/bf16/plain/n24/k32/m128")
+    monkeypatch.setattr(library, "compare", lambda *a: pytest.fail("again"))
     assert takes(weights, "nt", PAIRS + 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert takes(weights, "nt", PAIRS) and not takes(weights, "nt", PAIRS + 3)
@@ -128,11 +120,11 @@ def test_what_was_not_certified_stays_with_our_own(on_this_machine, monkeypatch)
         with monkeypatch.context() as context:
             context.setattr(library, name, lambda *a: False)
             assert not takes(weights, "nt", PAIRS)
-    monkeypatch.setattr(library, "_has_room", lambda *a: False)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda *a: False)
     assert takes(weights, "nt", PAIRS) and not takes(weights, "nt", 16 * PAIRS)
 
 
-def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, monkeypatch):
+def test_every_third_call_is_audited_and_a_difference_withdraws(on_this_machine, monkeypatch):
     weights, first = weights_and_first()
     a = probe((PAIRS, HIDDEN), torch.bfloat16)
     assert takes(weights, "nt", PAIRS)
@@ -148,7 +140,7 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
     for _ in range(3):
         grouped_product(a, weights, "nt", first)
     report = schedule_audit()
-    assert report.found > 0 and report.struck == [key_of(weights, "nt", PAIRS).name]
+    assert report.found > 0 and report.withdrawn == [key_of(weights, "nt", PAIRS).name]
     assert not takes(weights, "nt", PAIRS)
 
 
@@ -177,23 +169,10 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
     assert audit._counts.calls == 4
 
 
-def test_the_library_is_preferred_for_many_bf16_rows():
-    sizes = 8, 768, 2048
-    assert prefers_library("nt", LIBRARY_PAIRS * 8, *sizes, torch.bfloat16)
-    assert not prefers_library("nt", LIBRARY_PAIRS * 8 - 1, *sizes, torch.bfloat16)
-    assert not prefers_library("nt", LIBRARY_PAIRS * 8, *sizes, torch.float32)
-    assert not prefers_library("nt", LIBRARY_PAIRS * 8, *sizes, torch.float16)
-
-
-def test_the_fused_product_is_asked_for_by_its_own_name(on_this_machine, monkeypatch):
-    asked = []
-    monkeypatch.setattr(library, "prefers_library", lambda *a: asked.append(a[:5]))
+def test_the_library_is_preferred_for_many_bf16_rows(on_this_machine, monkeypatch):
+    monkeypatch.setattr(library, "prefers_library", cublaslt.prefers_library)
+    monkeypatch.setattr(library, "certified", lambda device, key, pairs: True)
     weights, _ = weights_and_first()
-    takes(weights, "gate_up", PAIRS)
-    takes(weights, "nt", PAIRS)
-    takes(weights, "nn", PAIRS)
-    assert asked == [
-        ("gate_up", PAIRS, EXPERTS, WIDTH // 2, HIDDEN),
-        ("nt", PAIRS, EXPERTS, WIDTH, HIDDEN),
-        ("nn", PAIRS, EXPERTS, HIDDEN, WIDTH),
-    ]
+    least = LIBRARY_PAIRS * EXPERTS
+    assert takes(weights, "nt", least) and not takes(weights, "nt", least - 1)
+    assert not takes(weights.float(), "nt", least) and not takes(weights.half(), "nt", least)

@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules
-from rl_consistency.kernels.core.cache.tuned_schedules import TunedSchedules, Winner, forget_picks
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Findings, Winner, forget_picks
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
@@ -13,14 +13,12 @@ from rl_consistency.kernels.experts.schedules import (
     block_experts,
     fold_candidates,
     fold_work,
-    library_work,
     most_tiles,
     pair_candidates,
     pick_combine,
     pick_fold,
     pick_pair,
     pick_product,
-    prefers_library,
     product_candidates,
     product_work,
 )
@@ -55,19 +53,14 @@ def test_picks_are_in_their_tables():
 
 
 def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
-    store = TunedSchedules(None, {})
-    monkeypatch.setitem(tuned_schedules._by_device, CPU, store)
+    store = Findings(None, {})
+    monkeypatch.setitem(findings_module._by_device, CPU, store)
     sizes = 2048, 128, 768, 2048
     for product in ("gate_up", "nt", "nn"):
         last = product_candidates(product, torch.bfloat16, tma=True)[-1]
         work = product_work(product, torch.bfloat16, True, *sizes)
         store.keep(work, Winner(last.name, 1.0, 2.0))
         assert pick_product(product, *sizes, torch.bfloat16, True, CPU) == last
-        assert not prefers_library(product, *sizes, torch.bfloat16, CPU)
-        work = library_work(product, torch.bfloat16, *sizes)
-        store.keep(work, Winner("library", 1.0, 2.0))
-        assert prefers_library(product, *sizes, torch.bfloat16, CPU)
-        assert not prefers_library(product, *sizes, torch.float32, CPU)
     last = fold_candidates(torch.bfloat16, tma=True)[-1]
     store.keep(fold_work(torch.bfloat16, True, *sizes), Winner(last.name, 1.0, 2.0))
     assert pick_fold(*sizes, torch.bfloat16, tma=True, processors=132, device=CPU) == last

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs, in_steps
@@ -35,7 +36,6 @@ from rl_consistency.kernels.glu.op import ACTIVATIONS
 from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import TOP_K, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

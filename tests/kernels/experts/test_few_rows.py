@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.experts import cuda, few_rows_triton
@@ -18,7 +19,6 @@ from rl_consistency.kernels.experts.schedules import (
 )
 from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import TOP_K, parameters
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

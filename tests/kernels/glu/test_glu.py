@@ -2,10 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_gradients, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 SHAPE = (37, 51)
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.glu.activation_triton import (
     CANDIDATES,
     Schedule,
@@ -12,7 +13,6 @@ from rl_consistency.kernels.glu.activation_triton import (
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 SHAPE = (37, 51)
 DTYPES = [torch.float32, torch.bfloat16]

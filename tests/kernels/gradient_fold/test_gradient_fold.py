@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.op import (
     fold_columns,
     fold_outer,
@@ -12,7 +13,6 @@ from rl_consistency.kernels.gradient_fold.op import (
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 TOKENS = 176
 CUTS = ([16], [32, 48], [160], list(range(16, TOKENS, 16)), [48, 64, 144])

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.device import takes_descriptors
 from rl_consistency.kernels.gradient_fold.columns_triton import (
     fold_step_sums,
@@ -39,7 +40,6 @@ from rl_consistency.kernels.gradient_fold.schedules import (
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"

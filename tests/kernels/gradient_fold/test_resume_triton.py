@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold import gradient_buffer, resume_triton
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 from tests.kernels.gradient_fold.uses import parameter
 
 pytestmark = pytest.mark.skipif(

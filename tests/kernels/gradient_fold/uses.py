@@ -5,10 +5,10 @@ import itertools
 import torch
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold import backward_passes
 from rl_consistency.kernels.gradient_fold.gradient_buffer import fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_outer
-from rl_consistency.verify.probe import probe
 
 TOKENS = 176
 

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike
-from rl_consistency.verify.probe import probe
 
 ROWS, K, N = 80, 160, 48
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
@@ -11,7 +12,6 @@ from rl_consistency.kernels.linear.few_rows_triton import (
 from rl_consistency.kernels.linear.op import linear_reference
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 

@@ -1,17 +1,22 @@
-"""The vendor library as a schedule: taken where certified, audited, and struck where it differs."""
-
-from functools import partial
+"""The vendor library as a schedule: taken where certified, audited, withdrawn where it differs."""
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.audit import differing_elements, generation, schedule_audit
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.matmul.audit import differing_elements, schedule_audit, withdrawals
 from rl_consistency.kernels.matmul.cublaslt import (
+    LIBRARY_ROWS,
+    LIBRARY_TOKENS,
+    Key,
+    certified,
+    certified_to_the_row,
     compare,
     library_product,
+    prefers_library,
 )
 from rl_consistency.parity.digest import first_difference
 
@@ -22,7 +27,88 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def fresh_audit(monkeypatch):
     monkeypatch.setattr(audit, "_counts", audit._Counts())
-    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
+
+
+class Comparison:
+    """Counts its calls and answers what it is told; stands in for the device too."""
+
+    def __init__(self, monkeypatch):
+        self.differing, self.calls = 0, []
+        self.capturing, self.room = False, True
+        monkeypatch.setattr(cublaslt, "compare", self.compare)
+        monkeypatch.setattr(cublaslt, "_has_room", lambda device, key: self.room)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def compare(self, device, key, m):
+        self.calls.append(m)
+        return self.differing
+
+
+@pytest.fixture
+def comparison(monkeypatch, fresh_audit):
+    return Comparison(monkeypatch)
+
+
+def test_a_key_covers_a_range_of_rows_to_a_power_of_two():
+    def key(m):
+        return Key.of("nn", torch.bfloat16, torch.float32, True, m, 8, 16)
+
+    assert key(65) == key(100) == key(128) != key(129)
+    assert key(100).name == "nn/bf16/fp32/bias/n8/k16/m128"
+    assert key(100).sample(100) == [65, 96, 100, 128]
+    assert key(2).sample(2) == [2]
+    outer = Key.of("tn", torch.bfloat16, torch.float32, False, 100, 8, 16)
+    assert outer.sample(112) == [96, 112, 128]
+
+
+def test_a_certificate_is_made_once_and_one_that_differs_admits_nothing(comparison):
+    assert certified(CPU, KEY, 100) and certified(CPU, KEY, 77)
+    assert comparison.calls == [65, 96, 100, 128] == findings_of(CPU).certificate(KEY.name).rows
+    comparison.differing = 1
+    other = Key.of("nn", torch.bfloat16, torch.bfloat16, False, 100, 64, 96)
+    assert not certified(CPU, other, 100)
+    comparison.differing = 0
+    assert not certified(CPU, other, 100) and len(comparison.calls) == 8
+
+
+def test_what_will_be_captured_can_be_certified_to_the_row(comparison):
+    comparison.capturing = True
+    assert not certified(CPU, KEY, 100) and comparison.calls == []
+    comparison.capturing = False
+    certified(CPU, KEY, 100)
+    with certified_to_the_row():
+        assert certified(CPU, KEY, 99)
+        comparison.capturing = True
+        assert not certified(CPU, KEY, 98)
+    assert comparison.calls == [65, 96, 100, 128, 99]
+    assert certified(CPU, KEY, 99) and not certified(CPU, KEY, 98)
+    comparison.capturing, comparison.differing = False, 1
+    with certified_to_the_row():
+        assert not certified(CPU, KEY, 98) and not certified(CPU, KEY, 100)
+    assert not certified(CPU, KEY, 100)
+
+
+def test_no_certificate_is_made_without_memory_or_of_what_was_withdrawn(comparison, monkeypatch):
+    comparison.room = False
+    assert not certified(CPU, KEY, 100)
+    comparison.room = True
+    with monkeypatch.context() as patch:
+        held = findings_module._Content(withdrawn={KEY.name: "slower"})
+        patch.setattr(findings_module, "shipped", lambda: held)
+        assert not certified(CPU, KEY, 100)
+    assert comparison.calls == [] and certified(CPU, KEY, 100)
+    findings_of(CPU).withdraw(KEY.name, "an audit")
+    with certified_to_the_row():
+        assert not certified(CPU, KEY, 99)
+    assert len(comparison.calls) == 4
+
+
+def test_the_library_is_preferred_for_many_rows_in_16_bits():
+    for least in (LIBRARY_ROWS, LIBRARY_TOKENS):
+        assert prefers_library(least, least, torch.bfloat16)
+        assert not prefers_library(least - 1, least, torch.bfloat16)
+        assert not prefers_library(least, least, torch.float32)
 
 
 def test_only_what_runs_in_the_block_is_certified_to_the_row():
@@ -43,12 +129,9 @@ def test_differing_elements_counts_bytes_and_not_nan():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 @pytest.mark.parametrize("layout", ["nt", "nn"])
-def test_a_product_in_another_order_differs_on_probe_data(layout):
+def test_a_product_in_another_order_differs_on_probe_data(layout, monkeypatch):
     """The canonical schedule stands in for the library, then one that splits K."""
     key = Key.of(layout, torch.bfloat16, torch.float32, layout == "nt", 20, 16, 96)
-
-    def canonical(a, b, bias, layout, out_dtype):
-        return cublaslt.matmul_fwd(a, b, bias, layout, out_dtype)
 
     def split(a, b, bias, layout, out_dtype):
         inner = 1 if layout == "nt" else 0
@@ -56,27 +139,25 @@ def test_a_product_in_another_order_differs_on_probe_data(layout):
         parts = zip(a.split(half, 1), b.split(half, inner), (bias, None), strict=True)
         return sum(cublaslt.matmul_fwd(*part, layout, out_dtype) for part in parts)
 
-    assert compare(CPU, key, 20, library=canonical) == 0
-    assert compare(CPU, key, 20, library=split) > 0
+    for library, differs in ((cublaslt.matmul_fwd, False), (split, True)):
+        monkeypatch.setattr(cublaslt, "library_product", library)
+        assert (compare(CPU, key, 20) > 0) == differs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
-def test_a_gradient_in_another_order_differs_on_probe_data():
+def test_a_gradient_in_another_order_differs_on_probe_data(monkeypatch):
     key = Key.of("tn", torch.bfloat16, torch.float32, False, 1024, 16, 24)  # several steps
 
     def backwards(dy, x, out):
-        out.copy_(cublaslt.canonical_outer(dy.flip(0), x.flip(0)))
+        return cublaslt.canonical_outer(dy.flip(0), x.flip(0))
 
-    def canonical(dy, x, out):
-        out.copy_(cublaslt.canonical_outer(dy, x))
-
-    assert compare(CPU, key, 1024, outer=canonical) == 0
-    assert compare(CPU, key, 1024, outer=backwards) > 0
+    for outer, differs in ((canonical, False), (backwards, True)):
+        monkeypatch.setattr(cublaslt, "library_outer", outer)
+        assert (compare(CPU, key, 1024) > 0) == differs
 
 
-def unused():
-    """In place of our own schedule, which the race of a test does not run."""
-    pytest.fail("computed by our own schedule")
+def canonical(dy, x, out):
+    return out.copy_(cublaslt.canonical_outer(dy, x))
 
 
 def drawn(*shape):
@@ -84,32 +165,27 @@ def drawn(*shape):
 
 
 @pytest.fixture
-def on_this_machine(monkeypatch, tmp_path, fresh_audit):
+def on_this_machine(monkeypatch, comparison):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
     # The CPU's memory starts on 64 bytes, a GPU's on 256.
     monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
     monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda *a: True)
     monkeypatch.setattr(audit, "AUDIT_EVERY", 3)
-    monkeypatch.setattr(cublaslt, "_has_room", lambda *a: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt, "library_product", cublaslt.matmul_fwd)
-    monkeypatch.setattr(cublaslt, "tuned_preference", lambda *a: None)
-    monkeypatch.setattr(cublaslt, "time_ratio", lambda own, library: 1.2)
-    held = Certificates(tmp_path / "file.json", {}, lambda key, m: 0)
-    cublaslt._by_device[CPU] = held
-    return held
+    monkeypatch.setattr(cublaslt, "library_outer", canonical)
+    return comparison
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
-def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, monkeypatch):
+def test_every_third_call_is_audited_and_a_difference_withdraws(on_this_machine, monkeypatch):
     a = drawn(100, 96)
     b = drawn(64, 96)
     for _ in range(7):
         assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
     report = schedule_audit()
     assert (report.calls, report.audited, report.differing, report.found) == (7, 2, 0, 0)
-    assert report.struck == [] and generation() == 0
+    assert report.withdrawn == [] and withdrawals() == 0
 
     def wrong(*operands):
         return cublaslt.matmul_fwd(*operands) * 1.01
@@ -118,10 +194,11 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
     for _ in range(3):
         cublaslt.product(a, b, None, "nt", torch.bfloat16)
     report = schedule_audit()
-    assert report.audited == 3 and report.differing > 0 and report.struck == [KEY.name]
+    assert report.audited == 3 and report.differing > 0 and report.withdrawn == [KEY.name]
     assert report.found == report.differing
     assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is None
-    assert generation() == 1 and audit.withdrawn_since(0) == [KEY.name]
+    assert findings_of(CPU).withdrawn.keys() == {KEY.name}
+    assert withdrawals() == 1 and audit.withdrawn_since(0) == [KEY.name]
     assert audit.withdrawn_since(1) == []
     again = schedule_audit()
     assert (again.differing, again.found) == (report.differing, 0)
@@ -129,66 +206,25 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_gradients_from_zero_are_audited_too(on_this_machine, monkeypatch):
-    dy, x = drawn(96, 64), drawn(96, 32)
-    out = torch.empty(64, 32)
-    monkeypatch.setattr(
-        cublaslt, "library_outer", lambda dy, x, out: out.copy_(cublaslt.canonical_outer(dy, x))
-    )
+    dy, x, out = drawn(96, 64), drawn(96, 32), torch.empty(64, 32)
     for _ in range(3):
-        assert cublaslt.outer_from_zero(dy, x, out, unused)
+        assert cublaslt.outer_from_zero(dy, x, out)
     assert schedule_audit().differing == 0
-    assert not cublaslt.outer_from_zero(dy[:90], x[:90], out, unused)
+    assert not cublaslt.outer_from_zero(dy[:90], x[:90], out)
     monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.fill_(1.0))
     for _ in range(3):
-        cublaslt.outer_from_zero(dy, x, out, unused)
+        cublaslt.outer_from_zero(dy, x, out)
     assert schedule_audit().differing > 0
-    assert not cublaslt.outer_from_zero(dy, x, out, unused)
+    assert not cublaslt.outer_from_zero(dy, x, out)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
-def test_a_gradient_is_given_to_the_faster_of_the_two(on_this_machine, monkeypatch):
+def test_a_gradient_of_misaligned_or_sliced_operands_stays_with_triton(on_this_machine):
     dy, x, out = drawn(96, 64), drawn(96, 32), torch.empty(64, 32)
-    raced = []
-
-    def race(own, library):
-        raced.append((own, library))
-        return 0.7  # of the library's time
-
-    monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.fill_(1.0))
-    monkeypatch.setattr(cublaslt, "time_ratio", race)
-    own = partial(out.fill_, 2.0)
-    assert not cublaslt.outer_from_zero(dy, x, out, own)
-    assert not cublaslt.outer_from_zero(dy, x, out, own)
-    assert len(raced) == 1
-    for call, value in zip(raced[0], (2.0, 1.0), strict=True):
-        call()
-        assert (out == value).all()
-    # What `tune` has measured is not measured again.
-    monkeypatch.setattr(cublaslt, "tuned_preference", lambda *a: True)
-    assert cublaslt.outer_from_zero(dy, x, out, own)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
-def test_nothing_is_raced_while_a_graph_is_captured(on_this_machine, monkeypatch):
-    dy, x, out = drawn(96, 64), drawn(96, 32), torch.empty(64, 32)
-    monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.fill_(1.0))
-    on_this_machine.admitted(Key.of("tn", torch.bfloat16, torch.float32, False, 96, 64, 32), 96)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(cublaslt, "time_ratio", lambda own, library: pytest.fail("raced"))
-    assert cublaslt.outer_from_zero(dy, x, out, unused)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
-def test_a_gradient_of_misaligned_or_sliced_operands_stays_with_triton(
-    on_this_machine, monkeypatch
-):
-    dy, x = torch.randn(96, 64).bfloat16(), torch.randn(96, 32).bfloat16()
-    out = torch.empty(64, 32)
-    monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.zero_())
-    assert cublaslt.outer_from_zero(dy, x, out, unused)
-    assert not cublaslt.outer_from_zero(torch.cat([dy, dy], dim=1)[:, :64], x, out, unused)
-    assert not cublaslt.outer_from_zero(dy, x.new_empty(x.numel() + 8)[8:].view_as(x), out, unused)
-    assert not cublaslt.outer_from_zero(dy, x, torch.empty(64, 64)[:, :32], unused)
+    assert cublaslt.outer_from_zero(dy, x, out)
+    assert not cublaslt.outer_from_zero(torch.cat([dy, dy], dim=1)[:, :64], x, out)
+    assert not cublaslt.outer_from_zero(dy, x.new_empty(x.numel() + 8)[8:].view_as(x), out)
+    assert not cublaslt.outer_from_zero(dy, x, torch.empty(64, 64)[:, :32])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
@@ -223,21 +259,6 @@ def test_operands_the_library_was_not_certified_for_stay_with_triton(on_this_mac
     strided = torch.stack([bias, bias], dim=1)[:, 0]
     assert cublaslt.product(a, b, strided, "nt", torch.bfloat16) is None
     assert cublaslt.product(a, b, bias, "nt", torch.bfloat16) is not None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
-def test_no_certificate_is_made_during_capture_or_without_memory(on_this_machine, monkeypatch):
-    a, b = torch.randn(100, 96).bfloat16(), torch.randn(64, 96).bfloat16()
-    for name, value in (("is_current_stream_capturing", True), ("_has_room", False)):
-        owner = torch.cuda if name.startswith("is") else cublaslt
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lambda *a, value=value: value)
-            assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is None
-            assert not on_this_machine.knows(KEY)
-    assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
-    assert cublaslt.product(a[:99], b, None, "nt", torch.bfloat16) is None
 
 
 def test_without_the_settings_the_library_is_not_used(fresh_audit):
@@ -279,11 +300,6 @@ def test_every_setting_is_asked_for(monkeypatch):
             with monkeypatch.context() as one:
                 one.setattr(c, name, lambda other=other: other)
                 assert not cublaslt.settings_in_force(), (name, other)
-
-
-def test_one_row_never_goes_to_the_library():
-    for layout in ("nt", "nn"):
-        assert not cublaslt.prefers_library(1, 4096, 4096, torch.bfloat16, layout)
 
 
 def test_the_library_product_is_the_product():

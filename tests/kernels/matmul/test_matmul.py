@@ -1,13 +1,13 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt, row_matmul, tile_matmul
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike
-from rl_consistency.verify.probe import probe
 
 SHAPES = ((64, 48), (100, 33), (256, 512), (7, 1), (1000, 96))
 """(K, N), ragged ones included."""

@@ -3,22 +3,25 @@ from itertools import product
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul import schedules as matmul_schedules
+from rl_consistency.kernels.core.findings import shipped
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
     POINTER,
     POINTER_FP32,
-    Entry,
     Schedule,
     expected_us,
-    fitting,
     pick,
-    prefers_library,
 )
-from rl_consistency.kernels.matmul.table import MEASURED
 
 SHAPES = ((1024, 1024), (4096, 12288), (151936, 1024), (33, 7))
 ROWS = (1, 2, 16, 17, 33, 64, 65, 300, 513, 4096, 100_000)
+SHIPPED = {
+    tuple(work.split("/")[1:]): winner.schedule
+    for work, winner in shipped().winners.items()
+    if work.startswith("matmul/")
+}
+"""(layout, dtype, dtype of the result, kind, n, k, rows) -> the schedule of a measured product."""
+
 SM90_SHARED = 227 * 1024
 SMALLEST_SHARED = 99 * 1024
 
@@ -30,7 +33,7 @@ def test_names_are_unique_and_say_everything(table):
 
 
 def test_a_table_holds_what_is_picked_and_nothing_else():
-    sizes = sorted({n for _, _, n, *_ in MEASURED} | {k for _, _, _, k, *_ in MEASURED})
+    sizes = sorted({int(size[1:]) for _, _, _, _, *nk, _ in SHIPPED for size in nk})
     rows = (1, 16, 17, 32, 33, 64, 128, 256, 257, 512, 513, 4096)
     found = {
         pick(m, n, k, torch.bfloat16, layout, tma)
@@ -63,50 +66,16 @@ def test_a_tile_stored_in_fp32_has_room_beside_its_operands():
     assert tile.within(SM90_SHARED, 2, 4).stages == 2
 
 
-ENTRIES = [Entry(1024, 1024, CANDIDATES[0], True), Entry(8192, 4096, CANDIDATES[1])]
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """A table of two entries at 64 rows; `pick` and `prefers_library` without their caches."""
-    monkeypatch.setattr(matmul_schedules, "TABLE", {("nt", 64): ENTRIES})
-    return pick.__wrapped__, prefers_library.__wrapped__
-
-
-@pytest.mark.parametrize("m, n, k", [(64, 1024, 1024), (61, 1024, 1024), (64, 1040, 1000)])
-def test_a_measured_shape_is_picked_and_stands_for_those_near(measured, m, n, k):
-    picked, preferred = measured
-    assert picked(m, n, k, torch.bfloat16, "nt", True) is CANDIDATES[0]
-    assert preferred(m, n, k, torch.bfloat16, "nt")
-    assert picked(m, 8 * n, 4 * k, torch.bfloat16, "nt", True) is CANDIDATES[1]
-    assert not preferred(m, 8 * n, 4 * k, torch.bfloat16, "nt")
-
-
-@pytest.mark.parametrize(
-    "m, n, k, layout",
-    [
-        (64, 1024, 1024, "nn"),
-        (56, 1024, 1024, "nt"),
-        (65, 1024, 1024, "nt"),
-        (64, 1152, 1024, "nt"),
-        (64, 1024, 896, "nt"),
-        (64, 1024, 4096, "nt"),
-    ],
-)
-def test_a_measured_shape_says_nothing_of_one_farther_away(measured, m, n, k, layout):
-    picked, preferred = measured
-    cheapest = min(fitting(m), key=lambda s: expected_us(s, m, n, k))
-    assert cheapest not in (CANDIDATES[0], CANDIDATES[1])
-    assert picked(m, n, k, torch.bfloat16, layout, True) is cheapest
-    assert not preferred(m, n, k, torch.bfloat16, layout)
-
-
-def test_a_shape_measured_for_16_rows_stands_for_fewer(monkeypatch):
-    entries = {("nt", 16): [Entry(1024, 1024, CANDIDATES[0])]}
-    monkeypatch.setattr(matmul_schedules, "TABLE", entries)
-    for m in (1, 2, 9, 16):
-        found = pick.__wrapped__(m, 1024, 1024, torch.bfloat16, "nt", True)
-        assert found is CANDIDATES[0]
+def test_a_measured_product_gets_its_schedule_in_all_16_bit_dtypes():
+    assert len(SHIPPED) == 182
+    for (layout, dtype, out_dtype, kind, *sizes), name in SHIPPED.items():
+        n, k, m = (int(size[1:]) for size in sizes)
+        assert (dtype, out_dtype, kind) == ("bf16", "bf16", "tma")
+        for given in (torch.bfloat16, torch.float16):
+            for returned in (given, torch.float32):
+                assert pick(m, n, k, given, layout, True, returned).name == name
+        assert pick(m, n, k, torch.bfloat16, layout, False).kind == "pointer"
+        assert pick(m, n, k, torch.float32, layout, True).kind == "pointer"
 
 
 def test_a_schedule_that_was_not_fitted_has_no_cost():
@@ -130,17 +99,3 @@ def test_only_candidates_are_picked_whatever_the_shape(layout):
             pick(m, n, k, dtype, layout, tma) for m, n, k in product(ODD_ROWS, ODD_SIZES, ODD_SIZES)
         }
         assert found <= table
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_the_library_is_never_preferred_in_fp32_nor_for_16_rows(layout):
-    for m, n, k in product(ODD_ROWS, ODD_SIZES, ODD_SIZES):
-        assert not prefers_library(m, n, k, torch.float32, layout)
-        assert m > 16 or not prefers_library(m, n, k, torch.bfloat16, layout)
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn"])
-def test_a_measured_weight_never_gives_16_rows_to_the_library(layout):
-    """As the test above, at the weights of the table."""
-    for _, _, n, k, *_ in MEASURED:
-        assert not any(prefers_library(m, n, k, torch.bfloat16, layout) for m in range(1, 17))

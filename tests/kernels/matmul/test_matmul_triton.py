@@ -1,12 +1,12 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd, matmul_op
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, POINTER, POINTER_FP32
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache import tuned_schedules as winners_module
-from rl_consistency.kernels.core.cache.tuned_schedules import Winner, forget_picks, tuned_schedules
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Winner, findings_of, forget_picks
 from rl_consistency.kernels.gradient_fold import schedules as fold_schedules
 from rl_consistency.kernels.gradient_fold.schedules import fold_work
 from rl_consistency.kernels.linear.schedules import (
@@ -18,14 +18,10 @@ from rl_consistency.kernels.linear.schedules import (
 )
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
-    LIBRARY,
     POINTER,
     POINTER_FP32,
-    TRITON,
     candidates,
-    library_work,
     pick,
-    prefers_library,
     product_work,
 )
 
@@ -35,9 +31,9 @@ BF16, FP32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 @pytest.fixture(autouse=True)
 def winners(monkeypatch):
     """Keeps a winner of this test."""
-    monkeypatch.setattr(winners_module, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     forget_picks()
-    yield lambda work, name: tuned_schedules(CPU).keep(work, Winner(name, 1.0, 2.0))
+    yield lambda work, name: findings_of(CPU).keep(work, Winner(name, 1.0, 2.0))
     forget_picks()
 
 
@@ -61,9 +57,8 @@ def test_a_product_takes_its_winner_in_its_bucket_only(winners, layout, dtype, t
     assert picked(100) == picked(65) == picked(128) == winner
     assert picked(100, device=None) == rule and picked(64) == picked(64, device=None)
     assert picked(100, out_dtype=torch.float16) == rule
-    tuned_schedules(CPU).strike(
-        product_work(layout, dtype, dtype, kind, 100, 1024, 4096), winner.name, "differs"
-    )
+    work = product_work(layout, dtype, dtype, kind, 100, 1024, 4096)
+    findings_of(CPU).withdraw(f"{work}: {winner.name}", "differs")
     assert picked(100) == rule
 
 
@@ -73,27 +68,6 @@ def test_a_pointer_product_never_takes_a_descriptor_schedule(winners):
     with pytest.warns(UserWarning, match="is no schedule of this op"):
         found = pick(64, 8, 8, BF16, "nt", False, BF16, CPU)
     assert found == pick(64, 8, 8, BF16, "nt", False)
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_the_preference_for_the_library_follows_its_winner(winners, layout):
-    work = library_work(layout, BF16, FP32, 4096, 1024, 1024)
-    arguments = 4096, 1024, 1024, BF16, layout, FP32
-    rule = prefers_library(*arguments)
-    for name, preferred in ((LIBRARY, True), (TRITON, False)):
-        winners(work, name)
-        assert prefers_library(*arguments, CPU) is preferred
-        assert prefers_library(*arguments) is rule
-    winners(work, "cublas with split K")
-    with pytest.warns(UserWarning, match="is no schedule of this op"):
-        assert prefers_library(*arguments, CPU) is rule
-
-
-@pytest.mark.parametrize("rows", [1, 4096])
-def test_no_winner_makes_the_library_take_what_no_certificate_covers(winners, rows):
-    dtype = BF16 if rows == 1 else FP32
-    winners(library_work("nt", dtype, dtype, rows, 8, 8), LIBRARY)
-    assert not prefers_library(rows, 8, 8, dtype, "nt", dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -119,7 +93,7 @@ def test_a_gradient_takes_its_winner(winners, dtype, tma):
         return fold_schedules.pick(*sizes, dtype, tma=tma, processors=132, device=device)
 
     winner = other_than(picked(None), fold_schedules.candidates(dtype, tma=tma))
-    name = winners_module.schedule_name(winner)
+    name = findings_module.schedule_name(winner)
     winners(fold_work(*sizes, dtype, tma=tma), name)
     assert picked(CPU) == winner != picked(None)
 

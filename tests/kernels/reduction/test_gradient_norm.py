@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 SHAPES = ((40, 33), (17,), (1, 1), (64, 64))
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 LENGTHS = (5, 17, 40, 1, 33)
 

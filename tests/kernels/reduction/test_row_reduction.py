@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike
-from rl_consistency.verify.probe import probe
 
 SIZES = (1, 2, 3, 7, 16, 31, 64, 100, 257, 1000)
 

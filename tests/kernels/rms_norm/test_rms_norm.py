@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.rms_norm.op import rms_norm, rms_norm_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, leaf_gradients, rows_alike
-from rl_consistency.verify.probe import probe
 
 ROWS, H, EPS = 80, 320, 1e-6
 

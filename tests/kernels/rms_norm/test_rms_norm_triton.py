@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm import backward_triton
 from rl_consistency.kernels.rms_norm.backward_triton import fits, rms_norm_bwd, rms_norm_bwd_op
@@ -27,7 +28,6 @@ from rl_consistency.kernels.rms_norm.schedules import (
 )
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 TOKENS, EPS = 35, 1e-6
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike
-from rl_consistency.verify.probe import probe
 
 TOKENS, HEADS, KV_HEADS, D = 70, 4, 2, 32
 INV_FREQ = 1e4 ** (-torch.arange(0, D, 2).float() / D)

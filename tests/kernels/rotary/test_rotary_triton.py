@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.kernels.rotary.rotation_triton import (
     CANDIDATES,
@@ -9,7 +10,6 @@ from rl_consistency.kernels.rotary.rotation_triton import (
     rotary_op,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 
 TOKENS, HEADS, KV_HEADS = 21, 3, 2
 DTYPES = [torch.float32, torch.bfloat16]

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.router import op
 from rl_consistency.kernels.router.op import (
@@ -14,7 +15,6 @@ from rl_consistency.kernels.router.op import (
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike
-from rl_consistency.verify.probe import probe
 
 ROWS, HIDDEN, EXPERTS, TOP_K = 80, 96, 12, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,11 +4,11 @@ from dataclasses import fields
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 ROWS, V = 40, 101
 

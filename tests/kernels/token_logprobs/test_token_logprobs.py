@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.op import (
@@ -17,7 +18,6 @@ from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike, rows_of
-from rl_consistency.verify.probe import probe
 
 ROWS, H, V = 80, 64, 203
 CUTS = ([16], [32, 48], list(range(16, ROWS, 16)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
@@ -44,7 +45,6 @@ from rl_consistency.kernels.token_logprobs.schedules import (
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 

@@ -2,10 +2,10 @@
 
 import torch
 
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.verify.probe import probe_tokens
 
 SAMPLING = SamplingParams(n=2, max_tokens=6)
 

@@ -5,18 +5,17 @@ import copy
 import pytest
 import torch
 
-import rl_consistency.models.copied_settings as copied_settings_module
+import rl_consistency.models.inventory as copied_settings_module
+from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.modules import LayerCall
-from rl_consistency.models.moe.settings import parallel_part, routing_problems
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import ROUTED, strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
 
 SPARSE = ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 SEQUENCES = probe_tokens((9, 33, 21), 331)
@@ -99,23 +98,6 @@ def test_both_on_their_stock_path_have_the_bits_of_transformers(model):
     assert torch.equal(found, right)
 
 
-def test_stock_experts_fail_the_check_that_canonical_ones_pass(model):
-    """Negative control: alone and together."""
-    batch = PackedBatch.from_sequences(SEQUENCES)
-
-    def together():
-        return packed_hidden_states(model, batch)[batch.token_rows]
-
-    def alone():
-        parts = [PackedBatch.from_sequences([tokens]) for tokens in SEQUENCES]
-        return torch.cat([packed_hidden_states(model, p)[p.token_rows] for p in parts])
-
-    with patch(model), torch.no_grad():
-        assert torch.equal(together(), alone())
-        with strict(except_={"experts"}):
-            assert not torch.equal(together(), alone())
-
-
 def test_filler_rows_reach_no_expert_in_a_packed_batch(model):
     seen = {}
     batch = PackedBatch.from_sequences(SEQUENCES, gap=2)
@@ -127,10 +109,3 @@ def test_filler_rows_reach_no_expert_in_a_packed_batch(model):
     filler = torch.ones(len(batch.input_ids), dtype=torch.bool)
     filler[batch.token_rows] = False
     assert bool((seen["out"][filler] == 0).all()) and bool((seen["out"][~filler] != 0).any())
-
-
-def test_a_copy_of_a_patched_model_is_a_stock_model(model):
-    with patch(model):
-        made = copy.deepcopy(model)
-    assert type(made.model.layers[1].mlp) is type(model.model.layers[1].mlp)
-    assert parallel_part(made) is None and routing_problems(made.config) == []

@@ -15,21 +15,11 @@ from transformers import (
 from rl_consistency.models import modules
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
-from rl_consistency.models.patch import patch, patched_part, patched_session
+from rl_consistency.models.patch import patch, patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.verify.presets import PRESETS, build_preset
 from tests.models.patch.tiny_models import tiny, tokens
-
-
-class LoraLinear(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * 2.0
-
-
-def lora(model):
-    layer = model.model.layers[1].self_attn
-    layer.q_proj = LoraLinear(layer.q_proj.in_features, layer.q_proj.out_features, bias=False)
 
 
 def dropout(model):
@@ -63,47 +53,6 @@ def test_an_uncovered_model_is_refused_untouched(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         patch(model)
     assert [type(module) for module in model.modules()] == classes
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lora, r"module model.layers.1.self_attn.q_proj \(LoraLinear\) has no canonical order"),
-        (dropout, r"module model.layers.0.mlp.drop \(Dropout\) has no canonical order"),
-        (lambda m: m.model.norm.bfloat16(), "model.norm.weight is torch.bfloat16"),
-    ],
-    ids=["lora", "dropout module", "mixed dtypes"],
-)
-def test_an_uncovered_module_is_named(change, message):
-    model = tiny()
-    change(model)
-    with pytest.raises(UnsupportedModelError, match=message):
-        patch(model)
-    assert not any(isinstance(module, CanonicalModule) for module in model.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_verify_passes_while_the_patch_is_live(preset, dtype):
-    model = build_preset(preset, dtype)
-    with patch(model) as session:
-        session.verify()
-        assert session.live and session.model is model
-    assert not session.live
-
-
-def test_verify_fails_after_restore():
-    session = patch(model := build_preset("tiny-llama"))
-    session.restore()
-    with pytest.raises(ConsistencyError, match="patch is not live: the whole model"):
-        session.verify()
-    del model
-
-
-def test_a_part_of_a_module_that_is_not_patched_is_refused():
-    for model in (nn.Linear(2, 2), build_preset("tiny-llama")):
-        with pytest.raises(ValueError, match="not patched"):
-            patched_part(model, "lm_head")
 
 
 def test_verify_names_a_class_that_was_swapped_back():
@@ -170,13 +119,6 @@ def test_a_module_that_forward_would_not_find_undoes_the_patch(change, name):
     change(model)
     assert not session.live
     with pytest.raises(ConsistencyError, match=f"not live: module {name} "):
-        session.verify()
-
-
-def test_a_new_list_of_the_same_layers_leaves_the_patch_live():
-    model = build_preset("tiny-llama")
-    with patch(model) as session:
-        model.model.layers = nn.ModuleList(model.model.layers)
         session.verify()
 
 
@@ -250,33 +192,6 @@ def tiny_qwen3_shape():
         "num_key_value_heads": 1,
         "head_dim": 16,
     }
-
-
-def test_a_forward_replaced_on_the_instance_is_refused_before_and_noticed_after():
-    model = tiny("qwen3")
-    norm = model.model.norm
-    norm.forward = norm.forward
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm .*replaced on the instance"):
-        patch(model)
-    del norm.forward
-    with patch(model) as session:
-        norm.forward = norm.forward
-        with pytest.raises(ConsistencyError, match=r"model\.norm"):
-            session.verify()
-
-
-def test_a_bare_decoder_is_refused():
-    with pytest.raises(UnsupportedModelError, match="takes the Qwen3ForCausalLM itself"):
-        patch(tiny("qwen3").model)
-
-
-def test_restoring_inside_a_stock_block_leaves_the_stock_model():
-    model = tiny("qwen3")
-    before = [type(m) for m in model.modules()]
-    session = patch(model)
-    with session.stock():
-        session.restore()
-    assert [type(m) for m in model.modules()] == before
 
 
 def test_the_stock_path_has_the_numeric_settings_from_before_the_patch():

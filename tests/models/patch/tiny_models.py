@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_consistency.verify.probe import probe_tokens
+from rl_consistency.cases.probe import probe_tokens
 
 
 def tiny(model_type="llama", **options):

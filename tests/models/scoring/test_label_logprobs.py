@@ -87,12 +87,6 @@ def test_labels_that_are_other_tokens_are_refused(model, batch):
         labelled(model, ids, mask, labels)
 
 
-def test_labels_without_an_attached_trainer_are_refused_with_the_way(model, batch):
-    ids, mask, labels = batch
-    with pytest.raises(ValueError, match=r"given labels;.*for a trainer rl_consistency\.attach"):
-        model(ids, mask, labels=labels)
-
-
 def test_sequences_of_one_token_give_a_differentiable_zero(model):
     ids, mask = torch.tensor([[3, 9], [9, 4]]), torch.tensor([[1, 0], [0, 1]])
     found = labelled(model, ids, mask, ids.masked_fill(mask == 0, -100), most_likely=True)

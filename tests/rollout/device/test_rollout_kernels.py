@@ -7,7 +7,7 @@ import torch
 
 from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
-from rl_consistency.kernels.matmul.schedules import pick, prefers_library
+from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
@@ -42,7 +42,6 @@ def weights_of(name):
 def picks(rows, shapes):
     """What the rules pick for so many rows."""
     found = {(n, k, pick(rows, n, k, BF16, "nt", True)) for n, k in shapes}
-    found |= {(n, k, prefers_library(rows, n, k, BF16, "nt")) for n, k in shapes}
     return found | {pick_qkv(rows, BF16), pick_gate_up(rows, 8960, BF16, True)}
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Findings
+from rl_consistency.kernels.matmul import audit
+from rl_consistency.kernels.matmul.cublaslt import Key
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -29,11 +31,12 @@ Differs = Callable[[Key], None]
 def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
     """Says that a sample of a product was found to differ, not read yet."""
     monkeypatch.setattr(audit, "_counts", audit._Counts())
-    held = Certificates(tmp_path / "certificates.json", {}, lambda key, m: 0)
-    monkeypatch.setattr(cublaslt, "_by_device", {CPU: held})
+    monkeypatch.setattr(
+        findings_module, "_by_device", {CPU: Findings(tmp_path / "findings.json", {})}
+    )
 
     def difference(key: Key) -> None:
-        audit.record(Certified(held, key), torch.zeros(2), torch.tensor([0.0, 1.0]))
+        audit.record(key.name, torch.zeros(2), torch.tensor([0.0, 1.0]))
 
     return difference
 
@@ -50,7 +53,7 @@ def warnings_of(act: Callable[[], Any]) -> list[str]:
 def test_a_withdrawn_product_is_warned_of_once(
     engine: RolloutEngine, differs: Differs, reads_before: bool
 ) -> None:
-    look = engine._weights.library_generation
+    look = engine._weights.withdrawals
     assert warnings_of(look) == [] and look() == 0
     for count, key in enumerate(KEYS, start=1):
         differs(key)
@@ -66,7 +69,7 @@ def test_an_engine_does_not_warn_of_what_was_withdrawn_before_it_was_built(
 ) -> None:
     differs(KEYS[0])
     engine = RolloutEngine(model, eos_token_id=None, kv_block_size=4)
-    look = engine._weights.library_generation
+    look = engine._weights.withdrawals
     assert warnings_of(look) == [] and look() == 1
 
 

@@ -6,7 +6,7 @@ from rl_consistency.trainers.algorithms import critic as critic_module
 from rl_consistency.trainers.algorithms import ppo
 from rl_consistency.trainers.losses import value_loss
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 from tests.trainers.distributed.runs import LEAVES
 
 PPO = {
@@ -49,6 +49,7 @@ def plain(tmp_path_factory):
     return {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
@@ -145,6 +146,7 @@ class Interrupt(BaseException):
     """Stops a run where it is, as a signal would."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_interrupted_and_resumed_ends_as_if_never_stopped(
     tiny_run, lasting, lasting_summary, monkeypatch, dtype
@@ -197,6 +199,7 @@ def critic_digest_of(world, *trees):
     return [(run["parameter_digest"], run["critic_digest"]) for run in runs]
 
 
+@pytest.mark.thorough
 def test_two_processes_end_with_the_policy_and_the_critic_of_one(run_ranks, tiny_run):
     found = []
     for size in (1, 2):

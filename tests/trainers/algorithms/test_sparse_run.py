@@ -52,28 +52,9 @@ def test_no_token_differs_and_none_meets_other_experts(tiny_run, architecture):
     assert re.search(r"tokens that met other experts\s+\S+\s+0\s+\S+\s+\d+", out.getvalue())
 
 
-def test_the_balance_loss_changes_the_run_and_its_coefficient_is_off_by_default(tiny_run):
-    plain = tiny_run.of_its_own("plain", **sparse(), **{"training.steps": 1})[1][0]
-    weighed = tiny_run.of_its_own(
-        "weighed", **sparse(), **{"training.steps": 1, "algorithm.balance_coefficient": 0.5}
-    )[1][0]
-    assert "policy/balance" not in plain and "policy/balance" in weighed
-    assert plain["loss"] != weighed["loss"]
-    digest = "consistency/gradient_digest"
-    assert plain[digest] != weighed[digest]
-
-
 def test_a_loss_over_the_batch_is_refused_with_the_reason(tiny_run):
     with pytest.raises(ValidationError, match="no sum over sequences, so every cut .* changes it"):
         tiny_run.config(**{"algorithm.balance_over": "batch"})
-
-
-def test_balancing_a_dense_recipe_is_refused_with_its_other_mistakes(tiny_run):
-    changes = {"algorithm.balance_coefficient": 0.1, "training.eval_every": 1, "data.task": None}
-    with pytest.raises(ValidationError) as error:
-        tiny_run.config(**changes, **{"data.path": "train.jsonl"})
-    assert "algorithm.balance_coefficient: qwen3 has no experts to balance: " in str(error.value)
-    assert "training.eval_every: there is no evaluation set" in str(error.value)
 
 
 @pytest.mark.parametrize("changes", [{}, sparse()], ids=["dense", "without sparse layers"])

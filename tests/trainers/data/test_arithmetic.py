@@ -3,7 +3,7 @@ import re
 import pytest
 
 from rl_consistency.trainers.data.arithmetic import problem, problems, split_of
-from rl_consistency.trainers.rewards.built_in import arithmetic
+from rl_consistency.trainers.rewards.function import arithmetic
 
 SIZES = {"num_terms": 4, "max_value": 9}
 
@@ -23,11 +23,6 @@ def test_the_target_is_the_running_totals_and_the_answer_the_last(num_terms, max
         totals = [str(sum(terms[:n])) for n in range(2, num_terms + 1)]
         assert example.target == ",".join(totals)
         assert example.answer == totals[-1] == str(sum(terms))
-
-
-def test_every_value_of_a_term_occurs():
-    prompts = "".join(example.prompt for example in problems(1, "train", 50, **SIZES))
-    assert set(prompts) == set("123456789+=")
 
 
 def test_training_and_evaluation_share_no_sum():

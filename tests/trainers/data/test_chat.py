@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from rl_consistency.trainers.config.policy_sections import BuildSection
-from rl_consistency.trainers.data.chat import require_template, templated
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.prompts import require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.rows_file import read_rows
+from rl_consistency.trainers.run_directory.step_files import read_rows
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'other' %}{{ raise_exception('no such role') }}"
@@ -83,11 +83,6 @@ def test_what_a_template_refuses_is_told_with_the_example(tokenizer):
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(DataError, match="has no chat template: set it to false"):
         require_template(byte_tokenizer())
-
-
-def test_the_byte_tokenizer_is_refused_with_the_recipe(tiny_run):
-    with pytest.raises(ValueError, match="the byte tokenizer has none"):
-        tiny_run.config(**{"data.chat_template": True})
 
 
 LIMITS = {"max_prompt_tokens": 6, "max_tokens": 4, "context_length": 12}
@@ -179,10 +174,3 @@ def test_too_few_prompts_after_dropping_are_refused(tiny_run, chat):
     few = {"data.overlong_prompts": "drop", "rollout.prompts_per_step": 12}
     with pytest.raises(DataError, match="exceeds the 10 training examples of .*10 overlong ones"):
         tiny_run(**chat | few)
-
-
-def test_more_evaluation_samples_than_there_are_examples_are_all(tiny_run):
-    _, rows = tiny_run(
-        **{"training.eval_every": 1, "training.eval_samples": 9, "training.steps": 1}
-    )
-    assert "eval/reward" in rows[0]

@@ -59,16 +59,6 @@ def test_a_template_may_hold_braces_and_a_prompt_the_placeholder(tmp_path):
     assert example.prompt == "{y} {prompt} {x}"
 
 
-def test_equal_lines_are_distinct_examples(tmp_path):
-    line = {"question": "a", "answer": "b"}
-    assert [example.id for example in read_jsonl(write(tmp_path, line, line))] == [0, 1]
-
-
-def test_a_limit_takes_the_first_lines(tmp_path):
-    file = write(tmp_path, *({"question": str(i), "answer": "b"} for i in range(5)))
-    assert [example.prompt for example in read_jsonl(file, limit=2)] == ["0", "1"]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -150,16 +140,6 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, kind):
         read_jsonl(path)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"cannot read the data file .*absent.jsonl: No such file"):
-        read_jsonl(tmp_path / "absent.jsonl")
-
-
-def test_an_example_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        EXAMPLE.prompt = "y"  # type: ignore[misc]
-
-
 def test_a_prompt_that_fits_exactly_is_encoded():
     limits = {"max_prompt_tokens": 8, "max_tokens": 4, "context_length": 12}
     assert encode_prompt(EXAMPLE, encode, **limits) == (list(b"abcdefgh"), False)
@@ -213,11 +193,6 @@ def test_a_batch_depends_on_its_step_alone():
     forward = [order.batch(step) for step in range(40)]
     assert [DataOrder(10, 4, 3).batch(step) for step in reversed(range(40))] == forward[::-1]
     assert epoch_order.cache_info().currsize <= 4
-
-
-def test_draw_numbers_never_repeat():
-    order = DataOrder(size=3, batch_size=2)
-    assert [n for step in range(6) for n in order.draws(step)] == list(range(12))
 
 
 @pytest.mark.parametrize(("size", "batch"), [(0, 1), (1, 0), (3, 4)])

@@ -8,11 +8,13 @@ import os
 import shutil
 import signal
 
+import pytest
+
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import CollectiveError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
-from rl_consistency.trainers.strategies import replicated
+from rl_consistency.trainers.run_directory.step_files import read_metrics
+from rl_consistency.trainers.strategies import strategy
 from rl_consistency.verify.mutants.sums import RankApart
 from rl_consistency.verify.substitution import substituted
 from tests.trainers.distributed.runs import LEAVES, digest_of, digests
@@ -34,6 +36,7 @@ MICRO_BATCHES = {1: (2,), 2: (2,), 3: (1,)}
 """Number of processes -> sizes."""
 
 
+@pytest.mark.thorough
 def test_one_set_of_digests_and_metrics_for_any_number_of_processes(run_ranks, tiny_run, lasting):
     dtype = "bfloat16"
     found, rows, steps = set(), [], set()
@@ -58,6 +61,7 @@ def test_one_set_of_digests_and_metrics_for_any_number_of_processes(run_ranks, t
     assert digest_of(tiny_run.tree(**one_leaf)) not in found
 
 
+@pytest.mark.thorough
 def test_groups_of_leaves_and_several_updates_have_one_hash_too(run_ranks, tiny_run):
     changes = {
         "rollout.prompts_per_step": 4,
@@ -76,6 +80,7 @@ def test_groups_of_leaves_and_several_updates_have_one_hash_too(run_ranks, tiny_
 LONG = {**LEAVES, "training.steps": 4, "training.save_every": 2}
 
 
+@pytest.mark.thorough
 def test_a_run_is_continued_by_any_number_of_processes(run_ranks, tiny_run, lasting):
     tree = tiny_run.tree(**LONG)
     whole = run_ranks(2, digests, tree)[0]
@@ -92,7 +97,7 @@ def resumed(world, tree):
 
 
 def killed_in_step_3(world, tree):
-    real, steps = replicated.Replicated.accumulate, []
+    real, steps = strategy.Replicated.accumulate, []
 
     def accumulate(self, *given):
         steps.append(given)
@@ -100,10 +105,11 @@ def killed_in_step_3(world, tree):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *given)
 
-    replicated.Replicated.accumulate = accumulate
+    strategy.Replicated.accumulate = accumulate
     return digests(world, tree)
 
 
+@pytest.mark.thorough
 def test_a_rank_killed_in_a_step_stops_the_others_and_the_run_resumes(run_ranks, tiny_run):
     expected = run_ranks(1, digests, tiny_run.tree(**LONG))[0]
     directory = tiny_run.directory / "killed"

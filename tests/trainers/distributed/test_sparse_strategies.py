@@ -1,6 +1,6 @@
 """A mixture of experts ends with one hash under every strategy and number of processes."""
 
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 from tests.trainers.distributed.runs import LEAVES, digest_of
 from tests.trainers.distributed.test_zero import released
 

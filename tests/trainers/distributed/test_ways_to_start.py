@@ -29,6 +29,7 @@ def placed(tiny_run, name, **changes):
     return tiny_run.tree(**changes, **{"run.output_dir": str(tiny_run.directory / name)})
 
 
+@pytest.mark.thorough
 def test_the_stock_path_of_shards_is_that_of_whole_weights(run_ranks, tiny_run):
     alone = placed(tiny_run, "alone", **SHADOWED)
     trees = [
@@ -55,6 +56,7 @@ UNORDERED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["replicated", "fsdp2"])
 def test_without_an_order_rollout_is_training_and_the_weights_depend_on_the_processes(
     run_ranks, tiny_run, strategy
@@ -88,6 +90,7 @@ def late_in_step_2(world, tree, over):
         return digests(world, tree)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks, tiny_run, tmp_path):
     tree = tiny_run.tree(**LEAVES, **{"run.collective_timeout": 2})
     waiting, late = run_ranks(2, late_in_step_2, tree, tmp_path / "over", expects_errors=True)
@@ -108,6 +111,7 @@ def killed_between_passes(world, tree):
     return digests(world, tree)
 
 
+@pytest.mark.thorough
 def test_a_rank_killed_inside_a_pass_over_shards_stops_the_others_by_name(run_ranks, tiny_run):
     tree = tiny_run.tree(**LEAVES, **{"training.strategy": "fsdp2"})
     stopped, killed = run_ranks(2, killed_between_passes, tree, expects_errors=True)

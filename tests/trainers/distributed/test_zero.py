@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.models import inventory
 from rl_consistency.models import patch as patch_module
-from rl_consistency.models.sharding import is_shard, whole_weights
+from rl_consistency.models.sharding import is_shard
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import load_policy
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import build, strategy, zero
 from rl_consistency.verify.mutants.sums import LowPrecision
 from rl_consistency.verify.world.cells import RELEASED
@@ -31,6 +32,7 @@ def released(world, *trees):
     return digests(world, *trees)
 
 
+@pytest.mark.thorough
 def test_all_stages_have_the_hash_and_the_metrics_of_replicated(run_ranks, tiny_run, lasting):
     def tree(directory, dtype, name):
         own = {"training.strategy": name, "policy.dtype": dtype, "run.output_dir": str(directory)}
@@ -53,6 +55,7 @@ def test_all_stages_have_the_hash_and_the_metrics_of_replicated(run_ranks, tiny_
         assert all(row(d) == row(right[dtype]) for d, (dtype, _) in runs.items())
 
 
+@pytest.mark.thorough
 def test_a_run_is_continued_by_other_strategies(run_ranks, tiny_run, lasting):
     """With DeepSpeed's own settings, by which ZeRO-3 keeps small weights whole."""
 
@@ -81,6 +84,7 @@ def controlled(world, low_precision, *stock):
     return found, released(world, *stock)
 
 
+@pytest.mark.thorough
 def test_another_sum_has_other_weights(run_ranks, tiny_run):
     """DeepSpeed's own sum over two ranks has the order of two leaves, where four were asked for."""
 
@@ -111,7 +115,7 @@ def parts(world, tree):
             policy.get_parameter("model.embed_tokens.weight")[7] = -0.0
         before = parameter_digest(policy)
         with patch_module.patch(policy, grad_dtype=torch.float32):
-            ranks = stage(world, LeafOrder(4), policy)
+            ranks = stage(world, PartOrder(4), policy)
             masters = ranks.masters()
             whole = parameter_digest(dict(ranks.whole(ranks.pieces(masters))))
             kept = sum(map(len, masters.values())) / sum(ranks.numels.values())
@@ -144,6 +148,7 @@ def alone(world, tree):
     return digest_of(tree), len(looks)
 
 
+@pytest.mark.thorough
 def test_one_process_needs_no_launcher_and_looks_at_the_model_a_few_times(run_ranks, tiny_run):
     one = {**LEAVES, "consistency.gradient_leaves": 1}
     other = {"training.strategy": "zero3", "run.output_dir": str(tiny_run.directory / "other")}

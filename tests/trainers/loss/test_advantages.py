@@ -29,11 +29,6 @@ def test_grpo_divides_by_the_sample_standard_deviation():
     )
 
 
-def test_mutant_the_population_standard_deviation_is_seen():
-    population = torch.tensor([1.0, 0.0, 0.0, 0.0]).std(correction=0)
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], 4, eps=0.0)[0] != 0.75 / population
-
-
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-30, -7.3])
 def test_equal_rewards_give_exactly_zero(kind, reward):
@@ -46,11 +41,6 @@ def test_a_group_is_blind_to_its_neighbours_and_to_the_order_within():
     whole = group_advantages(rewards, 8)
     assert torch.equal(whole[8:16], group_advantages(rewards[8:16], 8))
     assert torch.equal(whole[:8].flip(0), group_advantages(rewards[7::-1], 8))
-
-
-def test_rewards_may_come_as_a_tensor():
-    rewards = torch.tensor([1.0, 0.0])
-    assert torch.equal(group_advantages(rewards, 2), group_advantages([1.0, 0.0], 2))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +56,6 @@ def test_rewards_may_come_as_a_tensor():
 def test_unusable_rewards_are_refused(rewards, size, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(rewards, size)
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="'dr_grpo'"):
-        group_advantages([1.0, 0.0], 2, kind="rloo")  # type: ignore[arg-type]
 
 
 def test_the_overlong_mask_drops_completions_cut_by_length():
@@ -144,12 +129,6 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_all_tokens():
     flat = torch.tensor([v for part in whitened(parts) for v in part], dtype=torch.float64)
     assert flat.mean().item() == pytest.approx(0.0, abs=1e-12)
     assert flat.std(correction=0).item() == pytest.approx(1.0, rel=1e-6)
-
-
-def test_whitening_does_not_depend_on_the_order_of_the_samples():
-    generator = torch.Generator().manual_seed(0)
-    parts = [(torch.randn(n, generator=generator) * 10**n).tolist() for n in (3, 1, 7, 5)]
-    assert whitened(parts[::-1]) == whitened(parts)[::-1]
 
 
 def test_equal_advantages_are_whitened_to_exactly_zero():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_consistency.trainers.config.data_sections import RewardSection
+from rl_consistency.trainers.config.sections import RewardSection
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import compute_rewards
 from rl_consistency.trainers.rewards.function import (

@@ -9,9 +9,9 @@ from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError
-from rl_consistency.trainers.rewards.no_signal import NoSignal
+from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 from rl_consistency.trainers.tracking.console import ConsoleTable
 
 DRAWING = """
@@ -67,17 +67,6 @@ def test_a_mended_reward_function_goes_on_where_the_recipe_accepts_it(tiny_run, 
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-def test_a_longer_run_goes_on_as_if_the_shorter_had_never_ended(tiny_run, lasting, drawing_rewards):
-    """The shorter one evaluates at its end, where the longer one does not."""
-    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
-    _, rows = tiny_run.of_its_own("whole", **changes, **{"training.steps": 5})
-    tiny_run(**changes, **{"training.steps": 3})
-    _, resumed = tiny_run(**changes, **{"training.steps": 5}, resume=True)
-    found, right = ([dict(row) for row in lasting(each)] for each in (resumed, rows))
-    assert found[3].pop("eval/reward") and "eval/reward" not in right[3]
-    assert found == right
-
-
 def test_drift_that_is_found_once_weights_have_changed_saves_none_of_them(tiny_run, monkeypatch):
     real = ConsistencyHook.on_step_end
 
@@ -92,6 +81,7 @@ def test_drift_that_is_found_once_weights_have_changed_saves_none_of_them(tiny_r
     assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("full"), SystemExit(1)])
 def test_output_that_nobody_takes_costs_no_step(tiny_run, lasting, monkeypatch, error):
     """The metrics are on disk by then; rich exits where its reader has left."""

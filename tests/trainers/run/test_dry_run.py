@@ -1,4 +1,4 @@
-"""A dry run finds what a run would stumble over, and leaves nothing."""
+"""A dry run finds what a run would stumble over, estimates its memory, and leaves nothing."""
 
 import tempfile
 
@@ -7,10 +7,11 @@ import torch
 import yaml
 
 from rl_consistency.cli.main import main
+from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
-from rl_consistency.trainers import memory
-from rl_consistency.trainers.dry_run import reduced
+from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of, engine_of
+from rl_consistency.trainers.dry_run import extrapolated, largest_pass, memory_told, reduced
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run import train
@@ -79,7 +80,7 @@ def test_on_a_gpu_short_passes_tell_what_the_longest_need(tiny_run, monkeypatch,
         passes.append(sum(map(len, sequences)))
         return token_logprobs(model, sequences, **given)
 
-    monkeypatch.setattr(memory, "token_logprobs", scored)
+    monkeypatch.setattr(dry_run_module, "token_logprobs", scored)
     monkeypatch.setattr(dry_run_module, "available_bytes", lambda device: 2**20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -87,7 +88,7 @@ def test_on_a_gpu_short_passes_tell_what_the_longest_need(tiny_run, monkeypatch,
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
     config = tiny_run.config(**{"training.micro_batch_size": 4} | changes)
     train(config, dry_run=True, announce=told.append)
-    size, length = memory.largest_pass(config)
+    size, length = dry_run_module.largest_pass(config)
     leaves = config.consistency.gradient_leaves.count
     assert passes == [size * 2] * 2 * leaves + [size * 3] * 2 * leaves
     tokens = size * length
@@ -150,3 +151,61 @@ def test_a_failing_reward_of_a_dry_run_is_the_error_of_the_run(tiny_run):
     failing = tiny_run.config(**{"reward.functions": [{"name": "toy_rewards:one_too_few"}]})
     with pytest.raises(RewardError, match="returned 1 scores for 2 completions"):
         train(failing, dry_run=True)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(40, 500), (10, 200), (2560, 25_700)],  # 100 that do not grow, and 10 for each of the size
+)
+def test_memory_is_extrapolated_with_what_does_not_grow(size, expected):
+    assert extrapolated(size, (10, 200), (20, 300)) == expected
+
+
+def test_the_sum_stands_against_what_the_gpu_has():
+    parts = {"weights": GIB, "optimizer": 0, "KV cache": 2 * GIB + GIB // 2}
+    lines = memory_told(parts, 4 * GIB)
+    assert lines[0].endswith("estimated: weights 1.0 GiB, KV cache 2.5 GiB")
+    assert lines[1].strip() == "together 3.5 GiB of 4.0 GiB that the GPU has for it"
+    assert len(lines) == 2
+
+
+def test_a_sum_above_it_is_one_warning_with_a_remedy():
+    *_, warning = memory_told({"weights": GIB + 1}, GIB)
+    assert warning.startswith("WARNING: that does not fit: lower training.micro_batch_size")
+    assert not any("WARNING" in line for line in memory_told({"weights": GIB}, GIB))
+
+
+def test_no_room_for_a_part_of_a_pass_is_an_answer_with_a_remedy(tiny_run, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(dry_run_module, "_peak", full)
+    found = "a quarter of a pass over 8 sequences of 15 tokens does not fit.*lower training.micro"
+    with pytest.raises(ValueError, match=found):
+        dry_run_module.activations(None, tiny_run.config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 8),
+        ({"training.micro_batch_size": 3}, 3),
+        ({"algorithm.updates_per_rollout": 2, "training.micro_batch_size": 100}, 4),
+        ({"consistency.gradient_leaves": 3, "training.micro_batch_size": 3}, 3),
+    ],
+)
+def test_a_pass_has_no_more_sequences_than_a_leaf(tiny_run, changes, size):
+    assert largest_pass(tiny_run.config(**changes)) == (size, 6 + 9)
+
+
+@pytest.mark.parametrize("blocks", [16, None])
+def test_the_cache_is_the_one_that_the_engine_allocates(tiny_run, blocks):
+    config = tiny_run.config(**{"rollout.num_kv_blocks": blocks})
+    model, tokenizer = load_policy(config.policy, config.tokenizer, seed=1)
+    with patch(model):
+        cache = engine_of(config, model, tokenizer)._runner._cache
+        allocated = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+        assert cache_bytes_of(config, model) == allocated > 0

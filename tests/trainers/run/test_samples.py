@@ -5,14 +5,13 @@ import json
 import pytest
 import torch
 
-from rl_consistency.cli.page.report import render
+from rl_consistency.cli.report import render
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.algorithms.experience import samples_of
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
-from rl_consistency.trainers.rewards.no_signal import NoSignal
-from rl_consistency.trainers.run_directory.rows_file import read_rows
-from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker
+from rl_consistency.trainers.run import NoSignal
+from rl_consistency.trainers.run_directory.step_files import read_rows
 
 
 def shown(rewards, *, n, count):
@@ -54,22 +53,6 @@ def test_a_run_keeps_its_samples_and_shows_them(tiny_run):
     assert "<h2>Samples</h2>" in page and page.count("<td><code>length</code></td>") > 3
 
 
-def test_samples_can_be_switched_off(tiny_run):
-    tiny_run(**{"tracking.samples": 0, "training.steps": 1})
-    assert (tiny_run.directory / "run" / "samples.jsonl").read_bytes() == b""
-    assert "<h2>Samples</h2>" not in render(tiny_run.directory / "run").read_text("utf-8")
-
-
-def test_a_resumed_run_ends_with_the_samples_of_a_whole_one(tiny_run):
-    changes = {"training.save_every": 2, "training.steps": 2}
-    tiny_run(**changes)
-    tiny_run(**changes | {"training.steps": 4}, resume=True)
-    whole = tiny_run.directory / "whole"
-    tiny_run.of_its_own("whole", **changes | {"training.steps": 4})
-    resumed = tiny_run.directory / "run"
-    assert (resumed / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
-
-
 def test_what_a_completion_says_is_no_html_of_the_report(tiny_run):
     tiny_run(**{"training.steps": 1})
     file = tiny_run.directory / "run" / "samples.jsonl"
@@ -87,18 +70,6 @@ def test_damaged_samples_are_named_by_file_and_line(tiny_run, line):
     file.write_text(line + "\n")
     with pytest.raises(ValueError, match="samples.jsonl, line 1: .*list of completions"):
         render(tiny_run.directory / "run")
-
-
-def test_wandb_has_the_samples_as_a_table(tmp_path):
-    pytest.importorskip("wandb", reason="wandb is an optional extra")
-    rows = [{"prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards": {"mine": 1.0}}]
-    tracker = WandbTracker("project", directory=tmp_path, samples=lambda: rows)
-    tracker.log(1, {"reward/mean": 1.0})
-    tracker.close()
-    (file,) = tmp_path.rglob("*.table.json")
-    table = json.loads(file.read_text())
-    assert table["columns"] == ["prompt", "completion", "reward"]
-    assert table["data"] == [["1+1=", "2", 1.0]]
 
 
 def test_groups_of_equal_rewards_are_counted_and_warned_of_once(tiny_run):

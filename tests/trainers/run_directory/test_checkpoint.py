@@ -1,19 +1,23 @@
+"""What a checkpoint holds, random states among it, and what is left of one that was interrupted."""
+
 import json
 import math
 import os
+import random
 import resource
 import shutil
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_consistency.files.unfinished import remove_leftovers, write_whole
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
+from rl_consistency.numerics.files import remove_leftovers, seal, unseal, write_whole
+from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory import checkpoint
@@ -22,14 +26,16 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     STATE,
     WEIGHTS,
     CheckpointError,
+    capture,
     list_checkpoints,
     load_checkpoint,
     load_weights,
     read_weights,
+    restore,
     save_checkpoint,
     save_weights,
+    seeded,
 )
-from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
 
 
 def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):
@@ -98,11 +104,6 @@ def test_a_checkpoint_of_a_patched_policy_is_a_hugging_face_model(tmp_path, arch
     assert parameter_digest(loaded) == parameter_digest(model)
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
     assert AutoTokenizer.from_pretrained(path).encode("3+4=") == byte_tokenizer().encode("3+4=")
-
-
-def test_an_optimizer_that_has_not_stepped_is_saved_too(tmp_path):
-    path = save(tmp_path, optimizer={}, step=0)
-    assert load_checkpoint(path, fingerprint()).optimizer == {}
 
 
 def test_pruning_keeps_the_newest(tmp_path):
@@ -186,13 +187,6 @@ def test_without_its_seal_a_flipped_bit_of_the_state_file_resumes(tmp_path, monk
     text = (path / STATE).read_text()
     (path / STATE).write_text(text.replace('"gradient_checks": 2', '"gradient_checks": 3'))
     assert load_checkpoint(path, fingerprint()).totals["gradient_checks"] == 3
-
-
-def test_another_fingerprint_is_refused_by_name(tmp_path):
-    entries = fingerprint().entries
-    path = save(tmp_path, fingerprint=Fingerprint({**entries, "torch": "1.0", "num_threads": "99"}))
-    with pytest.raises(CheckpointError, match=r"num_threads: \d+ != 99; torch: .* != 1\.0"):
-        load_checkpoint(path, fingerprint())
 
 
 @pytest.mark.parametrize(
@@ -313,3 +307,39 @@ def test_files_of_a_run_have_the_rights_that_the_user_s_mask_gives(tmp_path):
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o750
     assert (tmp_path / "run" / "text").stat().st_mode & 0o777 == 0o640
+
+
+def draws():
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1)
+
+
+def test_a_captured_state_gives_the_same_draws_after_json():
+    draws()
+    state = json.loads(json.dumps(capture()))
+    expected = draws()
+    assert draws() != expected
+    restore(state)
+    assert draws() == expected
+
+
+def test_seeded_blocks_repeat_and_leave_no_trace_even_on_an_error():
+    before = capture()
+    with seeded(3):
+        first = draws()
+    with pytest.raises(RuntimeError), seeded(3):
+        assert draws() == first
+        raise RuntimeError
+    assert capture() == before
+
+
+def test_the_state_of_a_gpu_in_use_is_kept_and_put_back(monkeypatch):
+    state = torch.tensor([7, 0, 255, 3], dtype=torch.uint8)
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    captured = json.loads(json.dumps(capture()))
+    restore(captured)
+    assert torch.equal(given[0], state)
+    restore(captured | {"cuda": None})
+    assert len(given) == 1

@@ -8,10 +8,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rl_consistency.trainers import run
-from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.run_directory import rows_file, step_files
+from rl_consistency.trainers.run_directory import step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
@@ -196,7 +196,7 @@ def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given,
     stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
-    for module in (rows_file, step_files):
+    for module in (step_files,):
         cut = lambda path, state: path.read_bytes()[: state["bytes"]]  # noqa: E731
         monkeypatch.setattr(module, "kept_rows", cut)
     summary, rows = tiny_run(**given, resume=True)
@@ -210,13 +210,6 @@ def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, given):
     file.write_bytes(b"".join(lines[:2]) + b"\0\xff no line")
     summary, rows = tiny_run(**given, resume=True)
     assert summary["parameter_digest"] == digest and [row["step"] for row in rows] == [1, 2, 3, 4]
-
-
-def test_an_output_directory_inside_the_model_s_or_beside_the_data_resumes(tiny_run, given):
-    given["run.output_dir"] = str(tiny_run.directory / "model")
-    summary, _ = tiny_run(**given)
-    again, _ = tiny_run(**given, resume=True)
-    assert again["parameter_digest"] == summary["parameter_digest"]
 
 
 def link_data(directory):
@@ -252,17 +245,6 @@ def test_inputs_that_links_lead_into_the_run_are_not_overwritten(tiny_run, given
     with pytest.raises(RunDirectoryError, match=rf"{file} lies inside the run in"):
         tiny_run(**given, overwrite=True)
     assert tiny_run.files() == before
-
-
-def test_inputs_that_share_a_file_with_the_run_by_a_hard_link_keep_it(tiny_run, given):
-    tiny_run(**given)
-    checkpoint = tiny_run.directory / "run" / "checkpoints" / "step_000004"
-    weights = tiny_run.directory / "model" / "model.safetensors"
-    weights.unlink()
-    weights.hardlink_to(checkpoint / "model.safetensors")
-    before = weights.read_bytes()
-    tiny_run(**given, overwrite=True)
-    assert weights.read_bytes() == before != (checkpoint / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from itertools import count
 
 import pytest
 
+from rl_consistency.numerics.files import unseal
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
-from rl_consistency.trainers.run_directory.sealed_json import unseal
+from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 SEED = 20
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
@@ -77,6 +77,7 @@ def prepare(mode, whole, directory):
     (directory / "notes.txt").write_text("mine")
 
 
+@pytest.mark.thorough
 def test_a_run_killed_at_random_points_ends_with_the_digest_of_one_that_was_not(
     tiny_run, lasting, changes, attempts
 ):
@@ -128,6 +129,7 @@ def test_a_run_resumed_without_its_moments_ends_with_another_digest(tiny_run, ch
     assert resumed["parameter_digest"] != summary["parameter_digest"]
 
 
+@pytest.mark.thorough
 def test_a_bit_flipped_in_a_random_file_is_refused_by_name_or_changes_nothing(
     tiny_run, lasting, changes, attempts
 ):

@@ -13,7 +13,7 @@ import pytest
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError, locked
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 
 SAVING = {"training.steps": 3, "training.save_every": 1}
 
@@ -105,6 +105,7 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tiny_run):
     assert not target.exists()
 
 
+@pytest.mark.thorough
 def test_a_kill_releases_the_lock(tiny_run):
     fork = multiprocessing.get_context("fork")
     stands, log = fork.Event(), MetricsFile.log
@@ -133,6 +134,7 @@ def test_a_kill_releases_the_lock(tiny_run):
     assert summary["steps"] == 3
 
 
+@pytest.mark.thorough
 def test_a_forked_process_that_outlives_a_killed_run_does_not_hold_the_lock(tmp_path):
     fork = multiprocessing.get_context("fork")
     pids = fork.SimpleQueue()

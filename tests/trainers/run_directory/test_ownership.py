@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from rl_consistency.files.unfinished import remove_leftovers
+from rl_consistency.numerics.files import remove_leftovers
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory import directory as directory_module
@@ -130,15 +130,6 @@ def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run, fin
     assert [path.name for path in list_checkpoints(directory)] == ["step_000002", "step_000003"]
 
 
-def test_pruning_leaves_a_checkpoint_in_which_the_user_keeps_something(tiny_run, finished):
-    finished(**SAVING | {"training.steps": 2})
-    directory = tiny_run.directory / "run" / "checkpoints"
-    put(directory / "step_000002" / "notes.txt")
-    before = contents(directory / "step_000002")
-    tiny_run(**SAVING, resume=True)
-    assert contents(directory / "step_000002") == before
-
-
 @pytest.mark.parametrize("name", ["step_1", "step_9", "step_0", "step_1 copy", "step_1.bak"])
 def test_a_copy_of_a_checkpoint_is_neither_pruned_nor_overwritten_nor_counted(
     tiny_run, name, monkeypatch
@@ -187,15 +178,6 @@ def test_where_every_file_counts_as_ours_copies_and_empty_folders_go(tiny_run, m
     (directory / "step_000009").mkdir()
     tiny_run(**SHORT, overwrite=True)
     assert [path.name for path in directory.iterdir()] == ["step_000001"]
-
-
-def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run, finished):
-    finished(**SHORT)
-    folder = tiny_run.directory / "run" / "replay" / "bundle-0123456789abcdef"
-    folder.mkdir(parents=True)
-    with pytest.raises(RunDirectoryError, match=folder.name):
-        tiny_run(**SHORT, overwrite=True)
-    assert folder.is_dir()
 
 
 def test_pruning_removes_nothing_behind_a_link(tiny_run, finished):
@@ -318,27 +300,6 @@ def test_a_guessable_name_destroys_what_a_link_there_leads_to(tiny_run, monkeypa
     (directory / "config.yaml.partial").symlink_to(target)
     tiny_run(**SHORT)
     assert target.read_text() != "mine"
-
-
-def test_no_step_leaves_a_file_at_a_guessable_name(tiny_run):
-    target = tiny_run.directory / "precious"
-    put(target / "a")
-    checkpoints = tiny_run.directory / "run" / "checkpoints"
-    tiny_run(**SAVING | {"training.steps": 1})
-    (checkpoints / "step_000002.partial").symlink_to(target)
-    put(checkpoints / "step_000003.partial" / "a")
-    tiny_run(**SAVING, resume=True)
-    assert contents(target) == {"a": b"mine"}
-    assert (checkpoints / "step_000002.partial").is_symlink()
-    assert (checkpoints / "step_000003.partial" / "a").read_text() == "mine"
-
-
-def test_inputs_among_the_files_that_overwriting_removes_are_refused(tiny_run, finished):
-    finished(**SHORT)
-    directory = tiny_run.directory / "run"
-    inputs = {"data.task": None, "data.path": str(directory / "metrics.jsonl")}
-    with pytest.raises(RunDirectoryError, match=r"data\.path .* lies inside"):
-        tiny_run(**SHORT, **inputs, overwrite=True)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "empty"])

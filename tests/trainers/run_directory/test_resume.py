@@ -1,6 +1,4 @@
-import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
+from rl_consistency.trainers.run_directory.step_files import MetricsFile, read_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -114,6 +112,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_as_if_never_stopped(
     assert tiny_run.files()["digests.jsonl"] == whole_run["digests"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, monkeypatch, dtype):
     changes = {
@@ -130,25 +129,6 @@ def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, mon
     resumed, resumed_rows = tiny_run(**changes, resume=True)
     assert lasting(resumed_rows) == lasting(rows)
     assert lasting_summary(resumed) == lasting_summary(summary)
-
-
-def test_a_finished_run_resumes_to_the_same_summary(tiny_run, lasting_summary):
-    summary, rows = tiny_run(**tiny_run.LONG)
-    again, rows_again = tiny_run(**tiny_run.LONG, resume=True)
-    assert lasting_summary(again) == lasting_summary(summary) and rows_again == rows
-
-
-def test_resuming_with_another_config_is_refused(tiny_run, finished):
-    finished(**{"training.save_every": 1})
-    before = tiny_run.files()
-    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 1e-05 != 0\.01 \(now"):
-        tiny_run(**{"training.save_every": 1, "optimizer.learning_rate": 1e-5}, resume=True)
-    assert tiny_run.files() == before
-
-
-def test_resuming_where_there_is_no_run_is_refused(tiny_run):
-    with pytest.raises(RunDirectoryError, match="holds no run to resume"):
-        tiny_run(resume=True)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tiny_run, monkeypatch):
@@ -211,7 +191,7 @@ import os, signal, sys
 from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import MetricsFile
 
 log, save_file, saved = MetricsFile.log, checkpoint.save_file, []
 
@@ -240,6 +220,7 @@ killed(sys.argv[2], checkpoint, "save_file", save_half_and_die)
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
     tiny_run, lasting, lasting_summary, whole_run
 ):
@@ -269,45 +250,3 @@ def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
         resumed, resumed_rows = tiny_run(**tiny_run.LONG | own, resume=True)
         assert lasting(resumed_rows) == rows, name
         assert lasting_summary(resumed) == summary, name
-
-
-def test_an_interrupt_from_the_keyboard_leaves_a_run_that_resumes(
-    tiny_run, lasting, lasting_summary, whole_run, monkeypatch
-):
-    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
-    real = MetricsFile.log
-
-    def log(self, step, metrics):
-        real(self, step, metrics)
-        if step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    # A process started in the background ignores the signal, and Python then leaves it at that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(MetricsFile, "log", log)
-            tiny_run(**tiny_run.LONG)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
-    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary
-
-
-def test_a_disk_that_fills_up_in_mid_run_costs_nothing_that_was_saved(
-    tiny_run, lasting, lasting_summary, whole_run, monkeypatch
-):
-    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
-    real, saved = checkpoint.save_file, []
-
-    def full(tensors, path, **given):
-        saved.append(path)
-        if len(saved) == 6:  # the optimizer's tensors of the third checkpoint, after the reference
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path, **given)
-
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
-        patched.setattr(checkpoint, "save_file", full)
-        tiny_run(**tiny_run.LONG)
-    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
-    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary

@@ -9,10 +9,10 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.launch import check_launch
-from rl_consistency.trainers.strategies.launcher_settings import (
+from rl_consistency.trainers.launch import (
     DEEPSPEED,
     FSDP,
+    check_launch,
     engines_off,
     is_on,
     strategy_of,
@@ -56,18 +56,6 @@ def test_each_config_file_asks_for_its_strategy_and_for_nothing_else(launched, f
     assert strategy_of(None) == strategy_of(file.stem) == file.stem
     overrides = ["consistency.gradient_leaves=4", "consistency.shadow_every=0"]
     check_launch(load_config(DEMO, overrides))
-
-
-def test_there_is_a_config_file_for_each_strategy():
-    assert [file.stem for file in CONFIGS] == ["fsdp2", "replicated", "zero1", "zero2", "zero3"]
-
-
-def test_a_launcher_without_an_engine_asks_for_nothing(launched):
-    assert strategy_of(None) == "replicated"
-    launched(**environment_of("--multi_gpu", "--num_processes", "2"))
-    assert strategy_of(None) == "replicated"
-    assert strategy_of("fsdp2") == "fsdp2"
-    assert list(unfollowed("float32")) == []
 
 
 @pytest.mark.parametrize(

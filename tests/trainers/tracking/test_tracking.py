@@ -14,7 +14,7 @@ from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.histograms import drift_histograms
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.trainers.config.run_sections import WandbSection
+from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
 from rl_consistency.trainers.localized_drift import Mismatch
 from rl_consistency.trainers.metric_reference import references

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import (
@@ -18,7 +19,6 @@ from rl_consistency.kernels.attention.op import (
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.checks.attention import SCORE_SCALE
-from rl_consistency.verify.probe import probe
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

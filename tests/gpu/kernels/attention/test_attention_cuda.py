@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from triton.compiler import CompiledKernel
 
+from rl_consistency.cases.case import Heads
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
@@ -26,7 +27,6 @@ from rl_consistency.kernels.attention.schedules import (
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.checks.attention import packed_gradients, sequences_alike
-from rl_consistency.verify.checks.op_setup import Heads
 from rl_consistency.verify.laws import judged
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper.decode_cut import Cut
@@ -18,7 +19,6 @@ from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.verify.checks.attention import SCORE_SCALE
-from rl_consistency.verify.probe import probe
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,
     BLOCK,

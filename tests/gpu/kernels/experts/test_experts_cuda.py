@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
 from rl_consistency.kernels.experts import cuda
@@ -29,7 +30,6 @@ from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike, schedules_alike
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import (
     EDGES,
     GROUPINGS,

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.cache.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_wgmma
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE, findings_of
 from rl_consistency.kernels.experts import library
-from rl_consistency.kernels.experts.library import certificates, compare, key_of, takes
+from rl_consistency.kernels.experts.library import compare, key_of, takes
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.numerics.settings import numeric_settings
@@ -23,7 +24,7 @@ def fresh_certificates(monkeypatch, tmp_path):
     if not has_wgmma(DEVICE):
         pytest.skip("needs an NVIDIA GPU of sm_90")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(library, "_by_device", {})
+    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(audit, "AUDIT_EVERY", 5)
     with numeric_settings():
@@ -53,11 +54,12 @@ def test_a_step_by_the_library_has_the_bytes_of_a_step_without(monkeypatch):
         return own(a, weights, layout, first)
 
     monkeypatch.setattr(library, "prefers_library", lambda *a: True)
+    assert block.step(WHOLE).equals(expected)  # makes certificates, for which the library runs too
     monkeypatch.setattr(library, "library_product", noted)
     assert block.step(WHOLE).equals(expected)
-    # gate and up, down; then u and dx; certificates call what `compare` was made with.
+    # gate and up, down; then u and dx.
     assert [layout for _, layout in calls] == ["nt", "nt", "nn", "nn"]
-    assert certificates(DEVICE).holds(key_of(block.weights[1], "nt", calls[0][0]))
+    assert findings_of(DEVICE).certifies(key_of(block.weights[1], "nt", calls[0][0]).name)
     for groups in GROUPINGS:
         assert block.step(groups, gap=1).equals(expected)
     report = schedule_audit()

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cuda
 from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
@@ -15,7 +16,6 @@ from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.router.op import route
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.verify.probe import probe
 from tests.kernels.experts.cases import parameters
 
 pytestmark = pytest.mark.gpu

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
@@ -11,7 +12,6 @@ from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike, schedules_alike
-from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
 

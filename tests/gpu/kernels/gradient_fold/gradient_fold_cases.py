@@ -2,12 +2,12 @@
 
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.op import (
     fold_outer,
 )
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.verify.probe import probe
 
 TOKENS, N, K, VOCABULARY = 1024, 384, 512, 37
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

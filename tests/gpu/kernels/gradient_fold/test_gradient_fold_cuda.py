@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
@@ -21,7 +22,6 @@ from rl_consistency.kernels.gradient_fold.op import (
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
 from rl_consistency.kernels.gradient_fold.schedules import TMA
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.verify.probe import probe
 from tests.gpu.kernels.gradient_fold.gradient_fold_cases import (
     DTYPES,
     TOKENS,

@@ -1,1 +1,0 @@
-"""What ops that are not strict compute in place of ours: stock attention and log-probabilities."""

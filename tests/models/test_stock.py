@@ -1,0 +1,126 @@
+"""The stock path: its attention, and ops that are switched to it."""
+
+import math
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.models.patch import patch
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
+from rl_consistency.models.stock import stock_captured_attention
+from rl_consistency.numerics.strict import OPS, current, strict
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 6
+TABLES = [[1, 0, 0], [3, 5, 0], [2, 4, 4]]
+CONTEXTS = [2, 5, 12]
+
+
+def attended(keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """One query of each of three sequences, [3, 2, 16]."""
+    numbers = SequenceTables(
+        torch.arange(3, dtype=torch.int32),
+        torch.ones(3, dtype=torch.int32),
+        torch.tensor(CONTEXTS, dtype=torch.int32),
+        torch.tensor(TABLES, dtype=torch.int32),
+    )
+    layout = CapturedPagedAttention.of(
+        numbers,
+        queries=1,
+        capacity=12,
+        slot_mapping=torch.arange(3),
+        key_cache=[keys],
+        value_cache=[values],
+        block_size=BLOCK_SIZE,
+    )
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(2))
+    return stock_captured_attention(q, layout, 0, scale=0.25, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("stale", [math.nan, math.inf])
+def test_what_a_block_held_before_is_not_seen(stale: float, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 1, 16, generator=generator)
+    expected = attended(keys, values, window)
+    own = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+    for table, context in zip(TABLES, CONTEXTS, strict=True):
+        for position in range(context):
+            own[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = True
+    assert not own.all()
+    for cache in (keys, values):
+        cache[~own] = stale
+    assert attended(keys, values, window).equal(expected)
+    keys[1, 0] = stale  # negative control: a key of the first sequence
+    assert not attended(keys, values, None)[0].equal(expected[0])
+
+
+SEQUENCES = [[(i * 5 + n) % 64 for i in range(n)] for n in (9, 17, 30)]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def gradients(model, groups):
+    model.zero_grad()
+    for group in groups:
+        scored = token_logprobs(
+            model, [SEQUENCES[i] for i in group], prompt_lengths=[2] * len(group)
+        )
+        scored.logprobs.sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_op_on_its_stock_path_trains_a_tied_model(model, op):
+    with patch(model):
+        expected = gradients(model, [[0, 1, 2]])
+        with strict(except_={op}):
+            actual = gradients(model, [[0], [1], [2]])
+        for name, gradient in expected.items():
+            error = (actual[name] - gradient).norm() / gradient.norm()
+            assert error < 1e-5, name
+
+
+def test_returning_to_the_canonical_path_gives_its_bytes_again(model):
+    with patch(model):
+        expected = gradients(model, [[0, 1, 2]])
+        with strict(False):
+            gradients(model, [[0], [1, 2]])
+        again = gradients(model, [[0], [1], [2]])
+        for name, gradient in expected.items():
+            assert torch.equal(again[name], gradient), name
+
+
+def test_a_layer_computed_again_in_a_thread_has_the_choice_of_its_first_time(model):
+    """As autograd does it on a GPU, where its threads know no `strict` block."""
+    seen = []
+    with warnings.catch_warnings():  # newer transformers have another name for it
+        warnings.simplefilter("ignore", FutureWarning)
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(current()))
+    with patch(model):
+        with strict(except_={"rms_norm"}) as choice:
+            scored = token_logprobs(model, SEQUENCES, prompt_lengths=[2] * len(SEQUENCES))
+        thread = threading.Thread(target=scored.logprobs.sum().backward)
+        thread.start()
+        thread.join()
+    assert seen == [choice, choice]

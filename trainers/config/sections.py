@@ -1,0 +1,397 @@
+"""What sections of a recipe are built from, and those that say what a run is and reads.
+
+They are `run`, `consistency`, `tracking`, `policy`, `tokenizer`, `data` and `reward`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
+
+from rl_consistency.distributed.gradient_parts import PartOrder
+from rl_consistency.numerics.strict import OPS, Strictness, current, strict
+from rl_consistency.parity.foreign_drift import Trainer
+from rl_consistency.trainers.data.arithmetic import check_parameters
+from rl_consistency.trainers.data.examples import OverlongPrompts
+
+LARGEST = 1e30
+"""The largest number of a recipe: torch computes with it, and some multiples of it, in float32."""
+
+
+class RecipeSection(BaseModel):
+    """A frozen section: no unknown keys, finite numbers, a docstring under each field."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _computable(value: float) -> float:
+    if abs(value) > LARGEST:
+        raise ValueError(f"{value:g} is beyond {LARGEST:g}, and float32 computes with it")
+    return value
+
+
+def _not_empty(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("the path is empty: name a file or directory, '.' for the current one")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        absolute = path.expanduser().absolute()
+        str(absolute).encode("utf-8")
+    except RuntimeError as error:
+        raise ValueError(f"there is no user {path.parts[0]}: write the path out") from error
+    except UnicodeEncodeError as error:  # libraries that write a checkpoint take no other text
+        raise ValueError(f"{absolute!r} is no text in UTF-8: give an absolute path") from error
+    return absolute
+
+
+Int = Annotated[int, BeforeValidator(_not_bool), Field(ge=-(2**63), lt=2**63)]
+Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_computable)]
+Count = Annotated[Int, Field(ge=1)]
+CountOrZero = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Float, Field(gt=0)]
+PositiveOrZero = Annotated[Float, Field(ge=0)]
+BelowOne = Annotated[Float, Field(ge=0, lt=1)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
+
+
+def require_one(**choices: Any) -> None:
+    """ValueError unless exactly one of the choices is not None."""
+    given = [name for name, value in choices.items() if value is not None]
+    if len(given) != 1:
+        got = ", ".join(given) or "none"
+        remedy = "; set the others to null" if len(given) > 1 else ""
+        raise ValueError(f"exactly one of {', '.join(choices)} is needed, got {got}{remedy}")
+
+
+class RunSection(RecipeSection):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Letters, digits, `.`, `_`, `-`; names the output directory and the tracked run."""
+    output_dir: LocalPath = Field(
+        default_factory=lambda data: Path("runs") / data.get("name", ""), validate_default=True
+    )
+    """Where config, metrics, summary, report and checkpoints go; default runs/<name>."""
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
+    """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where a process computes; cuda is an NVIDIA GPU of compute capability 8.0 or later."""
+    num_threads: Annotated[Count, Field(le=1024)] | None = None
+    """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
+    collective_timeout: Annotated[Count, Field(le=86_400)] = 600
+    """Seconds that a process waits for the others before it gives up."""
+
+
+def _known_ops(names: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := sorted(set(names) - set(OPS)):
+        raise ValueError(f"unknown op {', '.join(unknown)}; the ops are {', '.join(sorted(OPS))}")
+    return names
+
+
+def _part_order(value: Any) -> Any:
+    if isinstance(value, PartOrder):
+        return value
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if len(numbers) not in (1, 2) or not all(type(n) is int and n > 0 for n in numbers):
+        raise ValueError(f"a positive number, or two: [in a group, groups]; got {value!r}")
+    return PartOrder(*numbers)
+
+
+def _plain_parts(order: PartOrder) -> int | list[int]:
+    return order.inner if order.outer == 1 else [order.inner, order.outer]
+
+
+class ConsistencySection(RecipeSection):
+    """What is checked while training, and what happens when a check fails."""
+
+    strict: bool | None = None
+    """Canonical reduction orders; false runs the stock ops and promises nothing; null = canonical,
+    unless the environment variable RL_CONSISTENCY_STRICT says otherwise."""
+    strict_except: Annotated[tuple[str, ...], AfterValidator(_known_ops)] = ()
+    """Ops that run stock although strict is on (for ablations)."""
+    gradient_leaves: Annotated[
+        PartOrder,
+        BeforeValidator(_part_order, json_schema_input_type=int | list[int]),
+        PlainSerializer(_plain_parts),
+    ] = PartOrder(1)
+    """Parts into which the sequences of an optimizer step are cut; their gradients are added in
+    order, on 1 to as many processes with the same bits. [B, A]: A groups of B, for several nodes.
+    Another number is another order, with other bits."""
+    ordered: bool = True
+    """Whether gradients are added in one order. false leaves several processes to the strategy's
+    stock sum: rollout still equals training, but the weights depend on their number."""
+    gradient_check_every: CountOrZero = 0
+    """Recompute the gradients under other groupings every this many steps; 0 = never."""
+    gradient_check_sequences: Count | None = None
+    """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
+    value_check_every: CountOrZero = 0
+    """Recompute the critic's values under another grouping every this many steps; 0 = never. Only
+    in PPO."""
+    shadow_every: CountOrZero = 0
+    """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
+    on_drift: Literal["raise", "warn", "record"] = "raise"
+    """What happens when a logprob, a gradient or a sampled library product differs. Differing
+    tokens are saved for replay in every case; the rollout engine also warns of a product."""
+
+    def of_the_hook(self) -> dict[str, Any]:
+        """What `ConsistencyHook` is given."""
+        others = {"strict", "strict_except", "gradient_leaves", "ordered"}
+        return self.model_dump(exclude=others)
+
+    def strictness(self) -> AbstractContextManager[Strictness]:
+        """What the section says of strictness, else what holds outside the block."""
+        if self.strict is None and not self.strict_except:
+            return strict(except_=current().stock)
+        return strict(self.strict is not False, except_=self.strict_except)
+
+
+class WandbSection(RecipeSection):
+    """Weights & Biases."""
+
+    project: Name
+    """Project the run is logged to."""
+    name: Name | None = None
+    """Name of the run there; null = run.name."""
+    mode: Literal["offline", "online"] = "offline"
+    """offline needs neither key nor network."""
+
+
+class TrackingSection(RecipeSection):
+    """Where metrics go, in addition to metrics.jsonl."""
+
+    console: bool = True
+    """Show the live progress table."""
+    samples: CountOrZero = 2
+    """Completions of each step that samples.jsonl, the report and wandb show: the best and the
+    worst by reward of the step's first prompt, then of its second, and so on; 0 = none."""
+    wandb: WandbSection | None = None
+    """Log to Weights & Biases; null = do not."""
+    metrics_of: tuple[Trainer, ...] = ()
+    """Trainers whose drift metrics are logged too, by their own names and definitions."""
+
+
+SPARSE = ("qwen3_moe", "olmoe", "mixtral")
+"""Families whose layers are mixtures of experts."""
+HEAD_STEP, WIDEST_HEAD = 16, 256
+"""Widths of heads that attention takes."""
+
+
+class ExpertsSection(RecipeSection):
+    """What a mixture of experts has and a dense model has not."""
+
+    count: Count
+    """Experts of each layer, all of width intermediate_size."""
+    per_token: Count
+    """Experts that a token meets in each layer."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ExpertsSection:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
+        return self
+
+
+class BuildSection(RecipeSection):
+    """A policy built from scratch; its vocabulary is the tokenizer's, padded to 16s."""
+
+    architecture: Literal["qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "olmoe", "mixtral"]
+    """Family of the Hugging Face causal language model."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    intermediate_size: Count
+    """Width of the gated MLP, of each expert's in a mixture of experts."""
+    num_hidden_layers: Count
+    """Number of decoder layers."""
+    num_attention_heads: Count
+    """Number of query heads."""
+    num_key_value_heads: Count
+    """Number of key/value heads; divides num_attention_heads."""
+    head_dim: Annotated[Int, Field(ge=HEAD_STEP, le=WIDEST_HEAD, multiple_of=HEAD_STEP)] | None = (
+        None
+    )
+    """Width of one head, a multiple of 16 up to 256; null = hidden_size / num_attention_heads."""
+    max_position_embeddings: Count = 512
+    """Longest sequence, prompt and completion together, in tokens."""
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary position embedding."""
+    tie_word_embeddings: bool = True
+    """Use the input embedding as the LM head."""
+    experts: ExpertsSection | None = None
+    """Experts of qwen3_moe, olmoe and mixtral; null in the dense families."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> BuildSection:
+        heads, shared, size = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        if heads % shared:
+            raise ValueError(
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
+            )
+        if self.head_dim is None and (size % (HEAD_STEP * heads) or size > WIDEST_HEAD * heads):
+            raise ValueError(
+                f"hidden_size {size} gives {heads} heads no width that is a multiple of "
+                f"{HEAD_STEP} up to {WIDEST_HEAD}: set head_dim"
+            )
+        if self.architecture == "olmoe" and self.head_dim not in (None, size // heads):
+            raise ValueError("olmoe norms whole projections: leave head_dim out")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> BuildSection:
+        if (self.experts is not None) != (self.architecture in SPARSE):
+            wanted = "set experts" if self.experts is None else "leave experts out"
+            raise ValueError(f"architecture {self.architecture}: {wanted}")
+        return self
+
+
+class PolicySection(RecipeSection):
+    """The model that is trained: exactly one of `path`, `hub` and `build`."""
+
+    path: LocalPath | None = None
+    """Local Hugging Face model directory (config.json, safetensors); nothing is downloaded."""
+    hub: Name | None = None
+    """Model name on the Hugging Face hub; the only setting that may download anything."""
+    build: BuildSection | None = None
+    """Sizes of a policy with fresh weights drawn from run.seed."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters and activations; accumulation is always float32. float16 cannot be
+    trained: per-token gradients underflow without a loss scale."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass; changes memory and time, not bits."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PolicySection:
+        require_one(path=self.path, hub=self.hub, build=self.build)
+        return self
+
+
+class TokenizerSection(RecipeSection):
+    """How text becomes tokens."""
+
+    kind: Literal["byte", "auto"]
+    """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path or policy.hub."""
+
+
+class ArithmeticSection(RecipeSection):
+    """The generated task: chained sums, answered with the running totals."""
+
+    name: Literal["arithmetic"]
+    """Which generated task."""
+    num_terms: Annotated[Int, Field(ge=2, le=64)] = 4
+    """Terms of each sum."""
+    max_value: Count = 9
+    """Each term is drawn from 1 to this."""
+    train_size: Count = 4096
+    """Number of training examples."""
+    eval_size: CountOrZero = 128
+    """Number of evaluation examples; their sums never occur in training."""
+    incomplete_targets: BelowOne = 0.0
+    """Share of the worked examples that stop too early in what the warm start imitates."""
+
+    @model_validator(mode="after")
+    def _enough_sums(self) -> ArithmeticSection:
+        check_parameters(self.num_terms, self.max_value)
+        return self
+
+
+class DataSection(RecipeSection):
+    """The prompts: exactly one of `task` (generated) and `path` (JSONL)."""
+
+    task: ArithmeticSection | None = None
+    """A generated, verifiable task."""
+    path: LocalPath | None = None
+    """JSONL file, one training example per line."""
+    eval_path: LocalPath | None = None
+    """JSONL file of evaluation examples; only together with `path`."""
+    prompt_field: Name = "question"
+    """Field of a line that holds the prompt."""
+    answer_field: Name = "answer"
+    """Field of a line that holds the reference answer, which is also the warm start's target."""
+    prompt_template: str = "{prompt}"
+    """The text given to the model; `{prompt}` stands for the prompt field."""
+    chat_template: bool = False
+    """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
+    messages (objects with role and content), or of the text as one message of the user."""
+    add_special_tokens: bool = True
+    """Begin a prompt with the special tokens (BOS) that the tokenizer puts before a text, as TRL
+    does, unless the text has them itself. A chat template writes its own: it gets none."""
+    max_prompt_tokens: Count = 256
+    """Longest prompt in tokens, chat template and special tokens included."""
+    overlong_prompts: OverlongPrompts = "error"
+    """A prompt longer than that, or too long for the model's context with max_tokens: error names
+    the example; drop leaves it out; truncate keeps its last tokens. The number is printed and
+    logged."""
+    shuffle: bool = True
+    """Visit each epoch in a new order, a pure function of run.seed and the epoch."""
+    limit: Count | None = None
+    """Use only the first this many training examples; null = all."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        require_one(task=self.task, path=self.path)
+        if self.eval_path is not None and self.path is None:
+            raise ValueError("eval_path goes with path; a task generates its own evaluation set")
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError("prompt_template must contain {prompt}")
+        return self
+
+
+RewardSignature = Literal["ours", "trl"]
+
+
+class RewardFunctionSection(RecipeSection):
+    """One term of the reward."""
+
+    name: Name
+    """exact_match, gsm8k, arithmetic, or package.module:function."""
+    weight: Float = 1.0
+    """Factor of this term in the sum."""
+    signature: RewardSignature = "ours"
+    """What the function is called with, all by name, beside the data's further fields. ours:
+    prompts, completions, answers; trl: prompts, completions, completion_ids and the answer under
+    data.answer_field, as TRL's trainers do (no trainer_state, no None for a score)."""
+
+
+class RewardSection(RecipeSection):
+    """The reward of a completion: a weighted sum of functions."""
+
+    functions: tuple[RewardFunctionSection, ...]
+    """The terms, at least one, added in this order."""
+    timeout: Positive | None = None
+    """Seconds that one call of a function may take, for all completions; null = any time."""
+    accept_changed: bool = False
+    """Whether --resume goes on where the files of reward functions have changed since."""
+
+    @model_validator(mode="after")
+    def _some_and_distinct(self) -> RewardSection:
+        names = [function.name for function in self.functions]
+        if not names:
+            raise ValueError("functions must name at least one reward function")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
+        if wrong := [f.name for f in self.functions if f.signature == "trl" and ":" not in f.name]:
+            raise ValueError(f"{wrong[0]} is built in, of signature ours: leave signature out")
+        return self
