@@ -6,7 +6,7 @@ The loop itself does not measure. Its hook measures, records and, if told so, st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -21,15 +21,12 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
-from rl_consistency.parity.digest import each_digest, joint_digest, list_digest, parameter_digest
-from rl_consistency.parity.drift import DriftTotals, compare_logprobs
-from rl_consistency.parity.foreign_drift import foreign_drift
+from rl_consistency.parity.digest import each_digest, joint_digest, list_digest
+from rl_consistency.parity.drift import DriftTotals, Sample, compare_logprobs
 from rl_consistency.parity.gradients import GradientReport, LossFunction, check_gradients
-from rl_consistency.parity.histograms import drift_histograms
-from rl_consistency.parity.localize import localized
-from rl_consistency.parity.replay import save_replay_bundle
+from rl_consistency.parity.monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.stock import shadow_stock_path
-from rl_consistency.trainers.localized_drift import Mismatch, drift_message
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
@@ -52,6 +49,14 @@ class Rollout:
     """Prompt id and sample of each sequence."""
     routing: Sequence[Tensor] | None = None
     """[completion length] each, `expert_fingerprints` of the tokens; None in a dense model."""
+
+    def samples(self, training: Sequence[Tensor]) -> list[Sample]:
+        """The completions beside the logprobs that training gave them."""
+        places = self.places or [(index, 0) for index in range(len(self.sequences))]
+        parts = zip(
+            self.sequences, self.prompt_lengths, places, self.logprobs, training, strict=True
+        )
+        return [Sample(ids[n:], place, *sides) for ids, n, place, *sides in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +111,11 @@ class TrainerHook(Protocol):
         ...
 
 
-@dataclass
-class Totals:
-    """What a run has measured so far, for checkpoints and the summary."""
-
-    drift: DriftTotals = field(default_factory=DriftTotals)
-    stock: DriftTotals = field(default_factory=DriftTotals)
-    gradient_checks: int = 0
-    gradient_checks_passed: int = 0
-    gradient_mismatched_elements: int = 0
-    values_checked: int = 0
-    values_mismatched: int = 0
+COUNTED = (
+    *("gradient_checks", "gradient_checks_passed", "gradient_mismatched_elements"),
+    *("values_checked", "values_mismatched"),
+)
+"""What a run counts beside drift, by the names of a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -144,13 +143,11 @@ class ConsistencyHook:
     """`raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens are first
     saved as a replay bundle in every case."""
     metrics_of: Sequence[str] = ()
-    """Trainers whose drift metrics are logged too: see `foreign_drift`."""
+    """As in `DriftMonitor`, like the next and `decode`."""
     replay_dir: Path | None
-    """Where replay bundles go; None where another rank, which sees the same, saves them."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, saved with a bundle."""
     decode: Callable[[list[int]], str] | None = None
-    """The text of token ids, for a bundle's worst tokens; None leaves their texts out."""
     expected_fingerprint: Fingerprint | None = None
     """Fingerprint of the other side, when rollout and training are different programs."""
     warn: Callable[[str], None] = print
@@ -166,11 +163,16 @@ class ConsistencyHook:
                 f"the two sides cannot give the same bits: {'; '.join(difference)}. Use the same "
                 "versions, device, thread count and strictness on both."
             )
-        self.totals = Totals()
+        self.monitor = DriftMonitor(
+            model=self.model,
+            replay_dir=self.replay_dir,
+            decode=self.decode,
+            metrics_of=self.metrics_of,
+        )
+        self.stock, self.counted = DriftTotals(), dict.fromkeys(COUNTED, 0)
         audit = schedule_audit()
         self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
-        self._has_localized = False
         self._mismatch: Mismatch | None = None
         self._digest_seconds = 0.0
         self._digests: dict[str, str | dict[str, str]] = {}
@@ -188,20 +190,31 @@ class ConsistencyHook:
         self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
     ) -> Metrics:
         rollout = self._current
-        both = rollout.routing, routing
-        report = compare_logprobs(list(rollout.logprobs), list(logprobs), routing=both)
-        self.totals.drift.add(report)
+        samples = rollout.samples(logprobs)
+        report = self.monitor.scored(samples, (rollout.routing, routing))
         self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
-        histograms = drift_histograms(rollout.logprobs, logprobs)
-        metrics: Metrics = {**report.metrics(), **histograms}
-        metrics |= foreign_drift(self.metrics_of, rollout.logprobs, logprobs)
+        figures, seen = self.monitor.metrics([self.monitor.take()])
+        metrics: Metrics = {**figures, **seen.counts}
         if not report.passed:
-            bundle = self._save_bundle(rollout, logprobs) if report.mismatched_tokens else None
-            where = ""
-            if bundle is not None and not self._has_localized:
-                where, self._has_localized = localized(self.model, bundle, rollout.sampling), True
-            message = drift_message(report, bundle, where)
-            self._mismatch = Mismatch(rollout, logprobs, message, bundle)
+            bundle, where = None, ""
+            if report.mismatched_tokens:
+                bundle, where = self.monitor.kept(
+                    rollout.sequences,
+                    rollout.prompt_lengths,
+                    rollout.logprobs,
+                    logprobs,
+                    sampling=rollout.sampling,
+                    config={**self.config, "step": rollout.step},
+                )
+            nowhere = (
+                "saved by rank 0" if report.mismatched_tokens else "none, since no logprob differs"
+            )
+            message = (
+                f"{report.sentence()}. Replay bundle: {bundle or nowhere}. {where}Run "
+                "`rl-consistency localize` on it, or `rl-consistency verify`, to see which op "
+                "differs"
+            )
+            self._mismatch = Mismatch(samples, message, bundle)
             self._drifted(rollout.step, message, metrics)
         if self._due(self.shadow_every, rollout.step):
             metrics |= self._shadow(rollout)
@@ -214,8 +227,8 @@ class ConsistencyHook:
             return {}
         started = perf_counter()
         report = compare_logprobs(list(values), again())
-        self.totals.values_checked += report.tokens
-        self.totals.values_mismatched += report.mismatched_tokens
+        self.counted["values_checked"] += report.tokens
+        self.counted["values_mismatched"] += report.mismatched_tokens
         metrics: Metrics = {
             "consistency/value_check/values": report.tokens,
             "consistency/value_check/mismatched_values": report.mismatched_tokens,
@@ -267,34 +280,33 @@ class ConsistencyHook:
 
     def summary(self) -> dict[str, Any]:
         """Totals over the run, by the names of the metrics."""
-        totals = self.totals
-        found: dict[str, Any] = {}
-        for path, drift in (("consistency", totals.drift), ("stock", totals.stock)):
-            if drift.report is not None:
-                found |= drift.report.metrics(path)
-        if totals.values_checked:
+        counted, found = self.counted, {}
+        for path, drift in (("consistency", self.monitor.total), ("stock", self.stock)):
+            found |= drift.report.metrics(path) if drift.report else {}
+        if counted["values_checked"]:
             found |= {
-                "consistency/value_check/values": totals.values_checked,
-                "consistency/value_check/mismatched_values": totals.values_mismatched,
+                "consistency/value_check/values": counted["values_checked"],
+                "consistency/value_check/mismatched_values": counted["values_mismatched"],
             }
         return found | {
-            "consistency/gradient_check/checks": totals.gradient_checks,
-            "consistency/gradient_check/passed": totals.gradient_checks_passed,
-            "consistency/gradient_check/mismatched_elements": totals.gradient_mismatched_elements,
+            "consistency/gradient_check/checks": counted["gradient_checks"],
+            "consistency/gradient_check/passed": counted["gradient_checks_passed"],
+            "consistency/gradient_check/mismatched_elements": (
+                counted["gradient_mismatched_elements"]
+            ),
             "consistency/fingerprint": self.fingerprint.digest,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        totals = self.totals
-        state = {k: v for k, v in asdict(totals).items() if isinstance(v, int)}
-        return state | {"drift": totals.drift.state_dict(), "stock": totals.stock.state_dict()}
+        drift = {"drift": self.monitor.total.state_dict(), "stock": self.stock.state_dict()}
+        return {**self.counted, **drift}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the totals of a checkpoint."""
-        self.totals = Totals(**{k: v for k, v in state.items() if k not in ("drift", "stock")})
-        self.totals.drift.load_state_dict(state["drift"])
-        self.totals.stock.load_state_dict(state["stock"])
+        self.counted = {name: state.get(name, 0) for name in COUNTED}
+        self.monitor.total.load_state_dict(state["drift"])
+        self.stock.load_state_dict(state["stock"])
 
     def _timed(self, digest_of: Callable[[Any], T], tensors: Any) -> T:
         """The digest of some tensors; its seconds are added to those of the step."""
@@ -302,21 +314,6 @@ class ConsistencyHook:
         found = digest_of(tensors)
         self._digest_seconds += perf_counter() - started
         return found
-
-    def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | None:
-        if self.replay_dir is None:
-            return None
-        return save_replay_bundle(
-            self.replay_dir,
-            sequences=rollout.sequences,
-            rollout_logprobs=[t.detach() for t in rollout.logprobs],
-            training_logprobs=[t.detach() for t in logprobs],
-            prompt_lengths=rollout.prompt_lengths,
-            config={**self.config, "step": rollout.step},
-            parameter_digest=parameter_digest(self.model),
-            fingerprint=self.fingerprint,
-            decode=self.decode,
-        )
 
     def _shadow(self, rollout: Rollout) -> Metrics:
         started = perf_counter()
@@ -327,7 +324,7 @@ class ConsistencyHook:
             temperature=rollout.sampling.temperature,
             micro_batch_size=self.micro_batch_size,
         )
-        self.totals.stock.add(shadow.drift)
+        self.stock.add(shadow.drift)
         metrics: Metrics = dict(shadow.drift.metrics("stock"))
         speed = shadow.drift.tokens / shadow.rollout_seconds
         metrics["time/stock_rollout_tokens_per_second"] = speed
@@ -355,9 +352,9 @@ class ConsistencyHook:
     def _compared(self, name: str, check: Callable[[], GradientReport], whose: str = "") -> Metrics:
         started = perf_counter()
         report = check()
-        self.totals.gradient_checks += 1
-        self.totals.gradient_checks_passed += report.passed
-        self.totals.gradient_mismatched_elements += report.mismatched_elements
+        self.counted["gradient_checks"] += 1
+        self.counted["gradient_checks_passed"] += report.passed
+        self.counted["gradient_mismatched_elements"] += report.mismatched_elements
         metrics: Metrics = {
             f"consistency/{name}/passed": report.passed,
             f"consistency/{name}/mismatched_elements": report.mismatched_elements,
@@ -398,3 +395,25 @@ class ConsistencyHook:
     @staticmethod
     def _due(every: int, step: int) -> bool:
         return every > 0 and (step - 1) % every == 0
+
+
+def hook_of(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    expected: Fingerprint,
+    replay_dir: Path | None,
+    warn: Callable[[str], None],
+) -> ConsistencyHook:
+    """The hook that a recipe asks for; `expected` is the rollout's fingerprint."""
+    return ConsistencyHook(
+        model,
+        **config.consistency.of_the_hook(),
+        metrics_of=config.tracking.metrics_of,
+        micro_batch_size=config.training.micro_batch_size,
+        replay_dir=replay_dir,
+        config=config.model_dump(mode="json"),
+        decode=tokenizer.decode,
+        expected_fingerprint=expected,
+        warn=warn,
+    )

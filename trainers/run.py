@@ -23,12 +23,12 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
-from rl_consistency.trainers.algorithms.recipe_hook import hook_of
 from rl_consistency.trainers.algorithms.reference import ReferencePolicy
 from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
+from rl_consistency.trainers.hooks import hook_of
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
     check_machine,

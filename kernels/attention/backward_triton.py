@@ -1,4 +1,4 @@
-"""The backward pass in Triton, for any GPU: one kernel for dq, one for dk and dv.
+"""The backward pass in Triton, for any GPU, and the choice between it and the kernels of `hopper`.
 
 dq goes by tiles of queries, dk and dv by tiles of keys. Every gradient is one chain of matrix
 steps without atomics, so tiles may have any size. Both kernels compute the scores: seven products
@@ -14,13 +14,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.attention import schedules
-from rl_consistency.kernels.attention.backward_statistics_triton import delta_of
 from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
 from rl_consistency.kernels.attention.hopper.wide import backward as wide_backward
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, Schedule
+from rl_consistency.kernels.attention.schedules import (
+    KEYS_DESCRIPTORS,
+    LOG2E,
+    PER_CALL,
+    QUERIES_DESCRIPTORS,
+    SEVEN_PRODUCTS,
+    SPECIALIZED,
+    UNSPECIALIZED,
+    AttentionSchedule,
+    admits,
+    describable,
+    padded,
+    pick_backward,
+    pick_specialized,
+)
 from rl_consistency.kernels.attention.tiles_triton import (
+    BackwardCall,
     addresses,
     dense,
     keys_of,
@@ -30,9 +43,29 @@ from rl_consistency.kernels.attention.tiles_triton import (
     tile_of,
     visible,
 )
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)
+
+
+@remembered
+@triton.jit(do_not_specialize=["num_rows"])
+def attention_delta_kernel(
+    dO, OUT, DELTA, num_rows, stride_dot, stride_doh, stride_ot, stride_oh, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """DELTA [num_rows = T * HEADS], ROWS of them per program."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // HEADS, row % HEADS
+    head = head[:, None]
+    mask = (row < num_rows)[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+    do = tl.load(addresses(dO, token, head, stride_dot, stride_doh, DIM), mask=mask, other=0.0)
+    o = tl.load(addresses(OUT, token, head, stride_ot, stride_oh, DIM), mask=mask, other=0.0)
+    product = do.to(tl.float32) * o.to(tl.float32)
+    tl.store(DELTA + row, tree_fold(product, ROWS, DIM), mask=row < num_rows)
 
 
 @triton.jit
@@ -192,8 +225,8 @@ def attention_bwd(
     window: int | None,
     *,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
-    query_schedule: Schedule | None = None,
-    key_schedule: Schedule | None = None,
+    query_schedule: AttentionSchedule | None = None,
+    key_schedule: AttentionSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the dtype of q, `into` memory if given; rows that no sequence owns are 0.
 
@@ -201,56 +234,72 @@ def attention_bwd(
     as well.
     """
     do, q, k, v = (dense(x) for x in (do, q, k, v))
-    rows, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
     dq, dk, dv = into or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not layout.owns(rows):
+    if not layout.owns(q.shape[0]):
         for gradient in (dq, dk, dv):
             gradient.zero_()
     if layout.most_queries == 0:
         return dq, dk, dv
+    call = BackwardCall(
+        do=do, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, layout=layout, scale=scale,
+        window=window,
+    )  # fmt: skip
     specialized = key_schedule if key_schedule and key_schedule.specialized else None
     if key_schedule is None and query_schedule is None:
-        specialized = schedules.pick_specialized(layout, do, q, k, v)
-    if specialized is not None:
-        known = specialized in schedules.SPECIALIZED and query_schedule is None
-        if not known or not schedules.admits(specialized, layout, do, q, k, v):
-            raise ValueError(schedules.UNSPECIALIZED)
-        all_gradients = attention_backward_hopper.attention_hopper_bwd
-        if specialized == schedules.SEVEN_PRODUCTS:
-            all_gradients = wide_backward.attention_wide_bwd
-        all_gradients(do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window)
+        specialized = pick_specialized(layout, do, q, k, v)
+    if specialized is None:
+        _seven_products(
+            call,
+            query_schedule or pick_backward(QUERIES_DESCRIPTORS, q),
+            key_schedule or pick_backward(KEYS_DESCRIPTORS, q),
+        )
         return dq, dk, dv
-    dim = schedules.padded(head_dim)
-    delta = delta_of(do, out, dim)
-    by_query = query_schedule or schedules.pick_backward(schedules.QUERIES_DESCRIPTORS, q)
-    by_key = key_schedule or schedules.pick_backward(schedules.KEYS_DESCRIPTORS, q)
-    tables = layout.tables(q.device)
-    numbers = (tables.query_start, tables.query_len, schedules.reach(window), scale * LOG2E, scale)
-    strides = (*do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    known = specialized in SPECIALIZED and query_schedule is None
+    if not known or not admits(specialized, layout, do, q, k, v):
+        raise ValueError(UNSPECIALIZED)
+    if specialized == SEVEN_PRODUCTS:
+        wide_backward.attention_wide_bwd(call)
+    else:
+        attention_backward_hopper.attention_hopper_bwd(call)
+    return dq, dk, dv
+
+
+def _seven_products(
+    call: BackwardCall, by_query: AttentionSchedule, by_key: AttentionSchedule
+) -> None:
+    """Fill dq by one kernel, dk and dv by another."""
+    do, q, k, v, lse, device = call.do, call.q, call.k, call.v, call.lse, call.q.device
+    heads, kv_heads, dim = q.shape[1], call.kv_heads, padded(call.head_dim)
+    delta = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+    attention_delta_kernel[(cdiv(delta.numel(), 32),)](
+        do, call.out, delta, delta.numel(), *do.stride()[:2], *call.out.stride()[:2],
+        HEADS=heads, ROWS=32, HEAD_DIM=call.head_dim, DIM=dim, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    numbers = (
+        call.tables.query_start, call.tables.query_len, call.reach, call.factor, call.scale,
+        *do.stride()[:2], *call.operand_strides,
+    )  # fmt: skip
     shared = {
         "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
+        "GROUP": call.group,
+        "HEAD_DIM": call.head_dim,
         "DIM": dim,
-        "WINDOWED": window is not None,
+        "WINDOWED": call.windowed,
         "enable_fp_fusion": False,
     }
-    tiles = layout.tiles(q.device, group, by_query.rows)
-    described = by_query.descriptors and schedules.describable(k, v)
+    tiles = call.layout.tiles(device, call.group, by_query.rows)
+    described = by_query.descriptors and describable(k, v)
     attention_dq_kernel[(len(tiles) * kv_heads,)](
-        do, q, k, v, *sources(described, [by_query.keys, 1, dim], k, v), lse, delta, dq, tiles,
-        *numbers, *strides, *dq.stride()[:2], lse.stride(0), ROWS=by_query.rows,
-        KEYS=by_query.keys, SOURCE=2 if described else 0, num_warps=by_query.warps,
-        num_stages=by_query.stages, **shared,
+        do, q, k, v, *sources(described, [by_query.keys, 1, dim], k, v), lse, delta, call.dq, tiles,
+        *numbers, *call.dq.stride()[:2], lse.stride(0), ROWS=by_query.rows, KEYS=by_query.keys,
+        SOURCE=2 if described else 0, num_warps=by_query.warps, num_stages=by_query.stages,
+        **shared,
     )  # fmt: skip
-    tiles = layout.key_tiles(q.device, by_key.keys)
-    described = by_key.descriptors and schedules.describable(do, q)
+    tiles = call.layout.key_tiles(device, by_key.keys)
+    described = by_key.descriptors and describable(do, q)
     attention_dkv_kernel[(len(tiles) * kv_heads,)](
-        do, q, k, v, *sources(described, [by_key.rows, 1, dim], do, q), lse, delta, dk, dv, tiles,
-        *numbers, *strides, *dk.stride()[:2], *dv.stride()[:2], lse.stride(0),
+        do, q, k, v, *sources(described, [by_key.rows, 1, dim], do, q), lse, delta, call.dk,
+        call.dv, tiles, *numbers, *call.dk.stride()[:2], *call.dv.stride()[:2], lse.stride(0),
         QUERIES=by_key.rows, KEYS=by_key.keys, SOURCE=2 if described else 0,
         num_warps=by_key.warps, num_stages=by_key.stages, **shared,
     )  # fmt: skip
-    return dq, dk, dv

@@ -1,32 +1,41 @@
-"""The forward pass in Triton, for any GPU: each program walks over all keys of its tile.
+"""The forward pass in Triton, for any GPU, and the choice between it and the kernels of `hopper`.
 
-A program owns a tile of rows of one KV head. Row r of a sequence is query r // group and head
-r % group of the group, so heads that share keys share loads. `attention_fwd` picks the schedule of
-a call, which may belong to `decode_triton` or `hopper`. All give the same bits: every sum is a
-chain of matrix steps or an explicit tree.
+Prefill: each program walks over all keys of its tile. A program owns a tile of rows of one KV head.
+Row r of a sequence is query r // group and head r % group of the group, so heads that share keys
+share loads.
+
+Decode: programs share the key blocks of a tile of few rows. One kernel writes every block's sums to
+memory. A second one folds a tile's blocks in their order: each program takes some columns of a
+head, and each column is one chain of fused multiply-adds.
+
+All give the same bits: every sum is a chain of matrix steps or an explicit tree.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.attention import schedules
-from rl_consistency.kernels.attention.decode_triton import attention_split_fwd
-from rl_consistency.kernels.attention.forward_call import ForwardCall
-from rl_consistency.kernels.attention.forward_plan import plan_forward, reads_once
 from rl_consistency.kernels.attention.hopper.decode import attention_decode_fwd
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode_prefix import attention_prefix_fwd
 from rl_consistency.kernels.attention.hopper.forward import attention_hopper_fwd
-from rl_consistency.kernels.attention.layout import AttentionLayout, PagedAttention
-from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block, lse_dtype
-from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SharedTables
+from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.attention.schedules import (
+    PER_CALL,
+    AttentionSchedule,
+    Cut,
+    describable,
+    lse_dtype,
+    plan_forward,
+    scanned,
+)
 from rl_consistency.kernels.attention.tiles_triton import (
     NEG_INF,
+    ForwardCall,
     addresses,
     block_sums,
     dense,
@@ -38,8 +47,11 @@ from rl_consistency.kernels.attention.tiles_triton import (
     tile_of,
     write_rows,
 )
-from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.grid import cdiv
+
+AHEAD = 32
+"""Blocks that a folding program reads at a time."""
+COMBINED_COLUMNS = 8
+"""Columns of a head that one program folds."""
 
 
 @triton.jit
@@ -123,6 +135,150 @@ def attention_fwd_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=PER_CALL)
+def attention_block_kernel(
+    Q, K, V, block_m, block_lanes, block_acc, tiles, query_start, query_len, context_len, tables,
+    window, factor, num_blocks, slots, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STORED: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of some key blocks of one tile; carries nothing from block to block.
+
+    Writes block_m [tiles * KV heads, slots, STORED], block_lanes [.., 8] and block_acc [.., DIM].
+    Grid: (tiles * KV heads, programs of a tile).
+    """
+    sequence, kv_head, first_row, start_row, q_len, limit = tile_of(
+        tiles, query_start, query_len, context_len, KV_HEADS
+    )
+    valid, token, head, position = rows_of(first_row, kv_head, q_len, limit - q_len, ROWS, GROUP)
+    token_row = (start_row + token).to(tl.int64)
+    dim = tl.arange(0, DIM)
+    q = tl.load(
+        addresses(Q, token_row, head[:, None], stride_qt, stride_qh, DIM),
+        mask=valid[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    _first, last_position, low = keys_of(
+        first_row, q_len, limit, window, ROWS, GROUP, KEYS, WINDOWED
+    )
+    # A captured launch has one grid for all lengths: each program takes its share of blocks here.
+    share = tl.cdiv(tl.cdiv(last_position + 1 - low, KEYS), tl.num_programs(1)) * KEYS
+    begin = low + tl.program_id(1) * share
+    end = tl.minimum(begin + share, last_position + 1)
+    table = tables + sequence.to(tl.int64) * num_blocks
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, 8)
+    stored = row < STORED
+    for start in tl.range(begin, end, KEYS):
+        k = load_rows(K, K, table, start, start_row, kv_head, limit, stride_kt, stride_kh,
+                       BLOCK, KEYS, HEAD_DIM, DIM, SOURCE, True)  # fmt: skip
+        v = load_rows(V, V, table, start, start_row, kv_head, limit, stride_vt, stride_vh,
+                       BLOCK, KEYS, HEAD_DIM, DIM, SOURCE, True)  # fmt: skip
+        m, lanes, acc = block_sums(q, k, v, position, start, window, factor, ROWS, KEYS, True)
+        slot = tl.program_id(0).to(tl.int64) * slots + (start - low) // KEYS
+        place = slot * STORED + row
+        tl.store(block_m + place, m, mask=stored)
+        tl.store(block_lanes + place[:, None] * 8 + lane[None, :], lanes, mask=stored[:, None])
+        tl.store(block_acc + place[:, None] * DIM + dim[None, :], acc, mask=stored[:, None])
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _fold_ahead(
+    lanes, acc, left, right, block_lanes, block_acc, count,
+    STORED: tl.constexpr, DIM: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(lanes, acc) after the next AHEAD blocks, or the first `count` of them where MASKED.
+
+    Constant offsets let all loads start at once.
+    """
+    for i in tl.static_range(AHEAD):
+        if MASKED:
+            # Past the last block the left factor is 1 and the summand is 0.
+            inside = i < count
+            a = tl.load(left + i * STORED, mask=inside, other=1.0)
+            b = tl.load(right + i * STORED, mask=inside, other=0.0)
+            block_l = tl.load(block_lanes + i * STORED * 8, mask=inside, other=0.0)
+            block_a = tl.load(block_acc + i * STORED * DIM, mask=inside, other=0.0)
+        else:
+            a = tl.load(left + i * STORED)
+            b = tl.load(right + i * STORED)
+            block_l = tl.load(block_lanes + i * STORED * 8)
+            block_a = tl.load(block_acc + i * STORED * DIM)
+        lanes = tl.fma(block_l, b[:, None], lanes * a[:, None])
+        acc = tl.fma(block_a, b[:, None], acc * a[:, None])
+    return lanes, acc
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def attention_combine_kernel(
+    OUT, LSE, block_m, block_lanes, block_acc, left, right, tiles, query_start, query_len,
+    context_len, window, slots, stride_ot, stride_oh, stride_lse,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STORED: tl.constexpr,
+    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, SCAN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of o, and lse, of one tile from its written blocks, folded in order.
+
+    Grid: (tiles * KV heads, DIM / COLUMNS). `left` and `right` [tiles * KV heads, slots, STORED]
+    hold the factors of each fold.
+    """
+    _sequence, kv_head, first_row, start_row, q_len, limit = tile_of(
+        tiles, query_start, query_len, context_len, KV_HEADS
+    )
+    first_column = tl.program_id(1) * COLUMNS
+    _first, last_position, low = keys_of(
+        first_row, q_len, limit, window, ROWS, GROUP, KEYS, WINDOWED
+    )
+    count = tl.cdiv(last_position + 1 - low, KEYS)
+    row = tl.arange(0, STORED)
+    lane = tl.arange(0, 8)
+    column = first_column + tl.arange(0, COLUMNS)
+    first_slot = tl.program_id(0).to(tl.int64) * slots
+    # A running maximum is exact in any order, so the factors of all folds are computed at once.
+    block = tl.arange(0, SCAN)
+    cell = (first_slot + block)[None, :] * STORED + row[:, None]  # [STORED, SCAN]
+    known = (block < count)[None, :]
+    maxima = tl.load(block_m + cell, mask=known, other=NEG_INF)
+    after_first = known & (block > 0)[None, :]
+    earlier = tl.load(block_m + cell - STORED, mask=after_first, other=NEG_INF)
+    before = tl.associative_scan(earlier, 1, _larger)
+    shift = finite(tl.maximum(before, maxima), True)
+    tl.store(left + cell, tl.exp2(before - shift), mask=known)
+    tl.store(right + cell, tl.exp2(maxima - shift), mask=known)
+    m = tl.max(maxima, 1)
+    tl.debug_barrier()
+    lanes = tl.zeros((STORED, 8), tl.float32)
+    acc = tl.zeros((STORED, COLUMNS), tl.float32)
+    place = first_slot * STORED + row
+    left += place
+    right += place
+    lanes_at = block_lanes + place[:, None] * 8 + lane[None, :]
+    acc_at = block_acc + place[:, None] * DIM + column[None, :]
+    whole = count // AHEAD
+    for _ in tl.range(0, whole):
+        lanes, acc = _fold_ahead(
+            lanes, acc, left, right, lanes_at, acc_at, AHEAD, STORED, DIM, AHEAD, False
+        )
+        left += AHEAD * STORED
+        right += AHEAD * STORED
+        lanes_at += AHEAD * STORED * 8
+        acc_at += AHEAD * STORED * DIM
+    lanes, acc = _fold_ahead(
+        lanes, acc, left, right, lanes_at, acc_at, count - whole * AHEAD, STORED, DIM, AHEAD, True
+    )
+    valid, token, head, _position = rows_of(first_row, kv_head, q_len, limit - q_len, STORED, GROUP)
+    token_row = (start_row + token).to(tl.int64)
+    write_rows(
+        OUT + first_column, LSE, m, lanes, acc, valid, token_row, head,
+        stride_ot, stride_oh, stride_lse, STORED, HEAD_DIM - first_column, COLUMNS,
+    )  # fmt: skip
+
+
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -132,10 +288,10 @@ def attention_fwd(
     window: int | None,
     *,
     into: tuple[Tensor, Tensor] | None = None,
-    schedule: Schedule | None = None,
+    schedule: AttentionSchedule | None = None,
     programs_per_tile: int | None = None,
     cut: Cut | None = None,
-    shared_schedule: Schedule | None = None,
+    shared_schedule: AttentionSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
@@ -145,100 +301,62 @@ def attention_fwd(
     share; none changes a bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
-    rows, heads, head_dim = q.shape
     if into is None:
         out = q.new_empty(q.shape)
-        lse = q.new_empty((rows, heads), dtype=lse_dtype(q.dtype))
-        if not layout.owns(rows):
+        lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        if not layout.owns(q.shape[0]):
             out.zero_()
             lse.fill_(float("-inf"))
     else:
         out, lse = into
-    group = heads // k.shape[1]
-    most_rows = layout.most_queries * group
-    if most_rows == 0:
+    if layout.most_queries == 0:
         return out, lse
     plan = plan_forward(
-        q, k, v, layout, window,
-        schedule=schedule, programs_per_tile=programs_per_tile, cut=cut,
+        q, k, v, layout, window, schedule=schedule, programs_per_tile=programs_per_tile, cut=cut,
+        shared_schedule=shared_schedule,
     )  # fmt: skip
-    schedule, cut = plan.schedule, plan.cut
-    device = q.device
-    tables = layout.tables(device)
     call = ForwardCall(
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        tiles=layout.tiles(device, group, schedule.rows),
-        numbers=(tables.query_start, tables.query_len, tables.context_len),
-        shared=tables.shared if cut is not None and reads_once(k, layout, window) else None,
-        block_table=tables.block_table,
-        block_size=layout.block_size if isinstance(layout, PagedAttention) else None,
-        keys=key_block(head_dim),
-        most_blocks=plan.most_blocks,
-        stored=plan.stored,
-        reach=schedules.reach(window),
-        windowed=window is not None,
-        settled=layout.settled,
-        factor=scale * schedules.LOG2E,
+        q=q, k=k, v=v, out=out, lse=lse, layout=layout, scale=scale, window=window, plan=plan
     )
-    if schedule.specialized:
-        attention_hopper_fwd(call, layout, window)
-    elif cut is not None:
-        tickets = layout.tickets(device, plan.divided) if plan.divided else None
-        sums = None
-        if call.shared is not None:
-            sums = _shared_sums(call, call.shared, layout, shared_schedule, programs_per_tile)
-        attention_decode_fwd(call, schedule, cut, plan.slices, tickets, sums)
+    if plan.schedule.specialized:
+        attention_hopper_fwd(call)
+    elif plan.cut is not None:
+        attention_decode_fwd(call, plan.cut, attention_prefix_fwd(call) if plan.shared else None)
     elif plan.programs > 1:
-        attention_split_fwd(call, schedule, plan.programs)
+        _split_fwd(call)
     else:
-        _walk_fwd(call, schedule)
+        _walk_fwd(call)
     return out, lse
 
 
-def _shared_sums(
-    call: ForwardCall,
-    shared: SharedTables,
-    layout: AttentionLayout,
-    schedule: Schedule | None,
-    programs: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums of all rows after the keys that their sequences share."""
-    assert isinstance(layout, PagedAttention)
-    device, runs = call.q.device, shared.runs.shape[0]
-    rows = layout.most_shared_queries() * call.group
-    picked, likely_programs = schedules.pick_shared(
-        rows,
-        runs=runs,
-        likely=cdiv(len(layout.query_lens), MOST_SHARERS),
-        kv_heads=call.kv_heads,
-        most_blocks=call.most_blocks,
-        dim=call.dim,
-        places=sm_count(device),
-    )
-    schedule = schedule or picked
-    if schedule.rows > schedules.SPLIT_ROWS:
-        programs = 1
-    elif programs is None:
-        programs = likely_programs
-    tiles = cdiv(rows, schedule.rows)
-    grid = runs * tiles * call.kv_heads
-    tickets = layout.tickets(device, grid) if programs > 1 else None
-    return attention_prefix_fwd(call, shared, schedule, tiles, programs, tickets)
-
-
-def _walk_fwd(call: ForwardCall, schedule: Schedule) -> None:
+def _walk_fwd(call: ForwardCall) -> None:
     """Fill o and lse, one program for each tile."""
-    paged = call.block_size is not None
-    described = schedule.descriptors and not paged and schedules.describable(call.k, call.v)
-    k, v = call.k, call.v
-    attention_fwd_kernel[(call.grid,)](
-        call.q, k, v, call.out, call.lse, *sources(described, [call.keys, 1, call.dim], k, v),
-        call.tiles, *call.numbers, call.block_table, call.reach, call.factor,
-        call.block_table.shape[1], *call.operand_strides, *call.result_strides,
-        SOURCE=1 if paged else 2 if described else 0, BLOCK=call.block_size or 1,
-        num_warps=schedule.warps, **call.constants(schedule),
+    plan, k, v = call.plan, call.k, call.v
+    paged, table = call.block_size is not None, call.tables.block_table
+    described = plan.schedule.descriptors and not paged and describable(k, v)
+    attention_fwd_kernel[(plan.tiles,)](
+        call.q, k, v, call.out, call.lse, *sources(described, [plan.keys, 1, plan.columns], k, v),
+        call.tiles, *call.numbers, table, call.reach, call.factor, table.shape[1],
+        *call.operand_strides, *call.result_strides, SOURCE=1 if paged else 2 if described else 0,
+        BLOCK=call.block_size or 1, num_warps=plan.schedule.warps, **call.constants(),
+    )  # fmt: skip
+
+
+def _split_fwd(call: ForwardCall) -> None:
+    """Fill o and lse; `programs` programs share the key blocks of each tile."""
+    plan, table = call.plan, call.tables.block_table
+    written = call.memory_of_blocks(plan.tiles, plan.stored)
+    attention_block_kernel[(plan.tiles, plan.programs)](
+        call.q, call.k, call.v, *written, call.tiles, *call.numbers, table, call.reach, call.factor,
+        table.shape[1], plan.most_blocks, *call.operand_strides, STORED=plan.stored,
+        SOURCE=0 if call.block_size is None else 1, BLOCK=call.block_size or 1,
+        num_warps=plan.schedule.warps, **call.constants(),
+    )  # fmt: skip
+    # A row of one tensor for both may not lie on 16 bytes: Triton would compile another kernel.
+    left, right = (torch.empty_like(written[0]) for _ in range(2))
+    columns = min(plan.columns, COMBINED_COLUMNS)
+    attention_combine_kernel[(plan.tiles, plan.columns // columns)](
+        call.out, call.lse, *written, left, right, call.tiles, *call.numbers, call.reach,
+        plan.most_blocks, *call.result_strides, STORED=plan.stored, COLUMNS=columns, AHEAD=AHEAD,
+        SCAN=scanned(plan.most_blocks), num_warps=max(1, plan.stored // 4), **call.constants(),
     )  # fmt: skip

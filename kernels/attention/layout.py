@@ -2,6 +2,8 @@
 
 A layout gives every sequence's new queries, their positions, and the row of each key it has. It is
 built once per forward pass; all layers share it, its tables on the device and its lists of tiles.
+Runs of sequences whose first keys lie in the same blocks may have these keys read once; that is a
+schedule and moves no bit.
 """
 
 from __future__ import annotations
@@ -15,12 +17,6 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.cache_write_triton import cache_write
-from rl_consistency.kernels.attention.shared_keys import (
-    SharedRun,
-    SharedTables,
-    check_runs,
-    shared_arrays,
-)
 from rl_consistency.kernels.core.grid import cdiv
 
 ROW_TILE = 16
@@ -31,6 +27,13 @@ KEY_BLOCK = 64
 NEAR_KEYS = 16384
 """Keys of the sequences whose tiles run near each other: 8 MiB of K and V for one head of 128."""
 
+MOST_SHARERS = 8
+"""Most sequences of a run; a larger group makes several runs."""
+SHARED_BLOCK = 128
+"""Shared keys are read once in whole blocks of so many; the rest of them by each sequence."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+"""(q, k, v, layer, scale, window) -> o [T, H, D]; see `attention_paged`."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Kept = TypeVar("_Kept")
 
@@ -41,6 +44,38 @@ def from_host(values: Tensor, device: torch.device) -> Tensor:
         # A copy from pageable memory would wait for all earlier launches.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """Consecutive sequences of a call that share keys. Example: SharedRun(4, 8, 2048) says that the
+    first 2,048 keys of sequences 4 to 11 lie in the same blocks."""
+
+    first: int
+    count: int  # sequences, 2 to `MOST_SHARERS`
+    keys: int
+    """Number of shared keys; all stand before the first query of each sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTables:
+    """The runs of a call as int32 tensors on a GPU."""
+
+    runs: Tensor
+    """[runs, 3]: first sequence, number of sequences, keys; 0 keys where there is no run."""
+    keys: Tensor
+    """[sequences]: the keys that each shares with its run."""
+
+
+def shared_arrays(
+    runs: Sequence[SharedRun], most: int, sequences: int
+) -> tuple[list[list[int]], list[int]]:
+    """`SharedTables` as lists, filled up to `most` runs."""
+    rows = [[run.first, run.count, run.keys] for run in runs]
+    keys = [0] * sequences
+    for run in runs:
+        keys[run.first : run.first + run.count] = [run.keys] * run.count
+    return rows + [[0, 0, 0]] * (most - len(runs)), keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +137,8 @@ class AttentionLayout:
     query_lens: Sequence[int]
     context_lens: Sequence[int]
     """Number of keys of each sequence, including the keys of its queries."""
+    attend: Attend | None = None
+    """What stands in for attention where a CUDA graph holds the other ops of a call alone."""
     num_rows: int = field(default=0, init=False, repr=False, compare=False)
     """The fewest rows of a call's tensors that hold the queries of all sequences."""
     most_queries: int = field(default=0, init=False, repr=False, compare=False)
@@ -265,6 +302,11 @@ class PackedSequences(AttentionLayout):
         """Sequences that begin at `starts` and have `lens` tokens each."""
         return cls(query_starts=starts, query_lens=lens, context_lens=lens)
 
+    @classmethod
+    def interrupted(cls, attend: Attend) -> PackedSequences:
+        """A training call whose attention is `attend`; the other ops ask nothing of the layout."""
+        return cls(query_starts=(), query_lens=(), context_lens=(), attend=attend)
+
     @_once
     def key_tiles(self, device: torch.device, keys_per_tile: int) -> Tensor:
         """[tiles, 2] int32 on a device: a sequence and the tile's first key, most queries first."""
@@ -313,12 +355,12 @@ class PagedAttention(AttentionLayout):
                     f"blocks hold {len(table) * self.block_size}."
                 )
         numbers = self.query_starts, self.query_lens, self.context_lens
-        check_runs(self.shared_runs, *numbers, self.block_tables, self.block_size)
+        _check_runs(self.shared_runs, *numbers, self.block_tables, self.block_size)
 
     @property
-    def shares_keys(self) -> bool:
-        """Whether sequences share keys, as far as a schedule should know."""
-        return bool(self.shared_runs)
+    def most_runs(self) -> int:
+        """How many runs share keys, as far as a schedule should know; at most, where captured."""
+        return len(self.shared_runs)
 
     def shared(self, device: torch.device) -> SharedTables | None:
         if not self.shared_runs:
@@ -374,6 +416,204 @@ class PagedAttention(AttentionLayout):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [T, Hkv, D], in their slots."""
         cache_write(k, v, self.key_cache[layer], self.value_cache[layer], self.slot_mapping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedPagedAttention(PagedAttention):
+    """Equally many query rows for each sequence, with lengths that only the device knows.
+
+    A CUDA graph replays with other values in `numbers`; the host's lists are upper bounds that only
+    choose schedules. A sequence that needs fewer rows uses the first ones; the others give 0.
+    """
+
+    exact: ClassVar[bool] = False
+    settled: ClassVar[bool] = True
+    numbers: SequenceTables
+    """Lengths, block tables and shared keys of the next run, within the host's bounds. They are
+    written before its first layer: attention reads them ahead of its turn (`settled`)."""
+
+    @classmethod
+    def of(
+        cls,
+        numbers: SequenceTables,
+        *,
+        queries: int,
+        capacity: int,
+        slot_mapping: Tensor,
+        key_cache: Sequence[Tensor],
+        value_cache: Sequence[Tensor],
+        block_size: int,
+    ) -> CapturedPagedAttention:
+        """`queries` rows for each sequence of `numbers`, contexts of at most `capacity` keys."""
+        sequences = numbers.query_len.shape[0]
+        return cls(
+            query_starts=range(0, sequences * queries, queries),
+            query_lens=[min(queries, capacity)] * sequences,
+            context_lens=[capacity] * sequences,
+            block_tables=(),
+            slot_mapping=slot_mapping,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_size=block_size,
+            numbers=numbers,
+        )
+
+    @classmethod
+    def interrupted(
+        cls,
+        attend: Attend,
+        used: Tensor,
+        *,
+        slot_mapping: Tensor,
+        key_cache: Sequence[Tensor],
+        value_cache: Sequence[Tensor],
+        block_size: int,
+    ) -> CapturedPagedAttention:
+        """A call whose other ops are captured. Each replay brings its own layout for `attend`.
+
+        New tokens' keys and values go to `slot_mapping`. To other ops the tokens are one sequence
+        from row 0 on; `used` [1] int32 is the number of rows that are tokens.
+        """
+        table = torch.zeros(1, 1, dtype=torch.int32, device=used.device)
+        return cls(
+            query_starts=(),
+            query_lens=(),
+            context_lens=(),
+            block_tables=(),
+            slot_mapping=slot_mapping,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_size=block_size,
+            attend=attend,
+            numbers=SequenceTables(torch.zeros_like(used), used, used, table),
+        )
+
+    def __post_init__(self) -> None:
+        AttentionLayout.__post_init__(self)
+        blocks = self.numbers.block_table.shape[1]
+        if max(self.context_lens, default=0) > blocks * self.block_size:
+            raise ValueError(
+                f"paged attention: contexts of up to {max(self.context_lens)} tokens but the "
+                f"tables' {blocks} blocks hold {blocks * self.block_size}."
+            )
+
+    def owns(self, rows: int) -> bool:
+        """Whether every row is surely a query: False with several rows per sequence."""
+        return max(self.query_lens, default=1) == 1 and super().owns(rows)
+
+    @property
+    def most_runs(self) -> int:
+        return 0 if self.numbers.shared is None else len(self.numbers.shared.runs)
+
+    def tables(self, device: torch.device) -> SequenceTables:
+        return self.numbers
+
+    def block_table(self) -> Tensor:
+        return self.numbers.block_table
+
+    def by_past(self) -> tuple[None, PagedAttention]:
+        """All sequences as they are: only the device knows which of them have a past."""
+        return None, self
+
+    def most_shared_queries(self) -> int:
+        # The starts are a range, so all distances are the same.
+        last = min(MOST_SHARERS, len(self.query_lens)) - 1
+        return self.query_starts[last] - self.query_starts[0] + self.query_lens[last]
+
+    def plan(self, group: int, window: int | None) -> TilePlan:
+        """The plan of the current `numbers`, not kept; only a CPU asks for it."""
+        return self.in_force().plan(group, window)
+
+    def in_force(self) -> PagedAttention:
+        """The layout of the current `numbers`, on the host."""
+        shared = self.numbers.shared and self.numbers.shared.runs.tolist()
+        return PagedAttention(
+            query_starts=self.numbers.query_start.tolist(),
+            query_lens=self.numbers.query_len.tolist(),
+            context_lens=self.numbers.context_len.tolist(),
+            block_tables=self.numbers.block_table.tolist(),
+            slot_mapping=self.slot_mapping,
+            key_cache=self.key_cache,
+            value_cache=self.value_cache,
+            block_size=self.block_size,
+            shared_runs=() if shared is None else [SharedRun(*r) for r in shared if r[2]],
+        )
+
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlikeSequences(PagedAttention):
+    """Paged sequences of equally many queries and keys, for plans alone: there is no table."""
+
+    @classmethod
+    def of(cls, sequences: int, queries: int, past: int, cache: Tensor) -> AlikeSequences:
+        """Sequences with `queries` new tokens behind `past` others; `cache` [blocks, block_size,
+        Hkv, D] is any layer's."""
+        tokens = sequences * queries
+        return cls(
+            query_starts=range(0, tokens, queries),
+            query_lens=[queries] * sequences,
+            context_lens=[past + queries] * sequences,
+            block_tables=(),
+            slot_mapping=_NO_SLOTS,
+            key_cache=(cache,),
+            value_cache=(cache,),
+            block_size=cache.shape[1],
+        )
+
+    def __post_init__(self) -> None:
+        # Thousands of these are made, so nothing is looked at sequence by sequence.
+        keys = self.context_lens[0]
+        for name, value in (
+            ("num_rows", len(self.query_lens) * self.query_lens[0]),
+            ("most_queries", self.query_lens[0]),
+            ("longest_context", keys),
+            ("mean_context", keys),
+        ):
+            object.__setattr__(self, name, value)
+
+    def num_tiles(self, group: int, rows_per_tile: int) -> int:
+        return len(self.query_lens) * cdiv(self.query_lens[0] * group, rows_per_tile)
+
+
+def _check_runs(
+    runs: Sequence[SharedRun],
+    starts: Sequence[int],
+    lens: Sequence[int],
+    contexts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    """ValueError unless every run says what is true of the sequences of a paged layout."""
+    seen: set[int] = set()
+    for run in runs:
+        members = range(run.first, run.first + run.count)
+        if not (2 <= run.count <= MOST_SHARERS and 0 <= run.first <= len(starts) - run.count):
+            raise ValueError(
+                f"paged attention: {run} in a call of {len(starts)} sequences; a run has 2 to "
+                f"{MOST_SHARERS} of them."
+            )
+        if not seen.isdisjoint(members):
+            raise ValueError(f"paged attention: a sequence of {run} is in another run too.")
+        seen.update(members)
+        past = min(contexts[i] - lens[i] for i in members)
+        if not 0 < run.keys <= past:
+            raise ValueError(
+                f"paged attention: {run}, but one of its sequences has {past} keys before its "
+                "queries; all shared keys stand before them, and there is at least one."
+            )
+        blocks = cdiv(run.keys, block_size)
+        if any(tables[i][:blocks] != tables[run.first][:blocks] for i in members):
+            raise ValueError(
+                f"paged attention: {run}, but the first {blocks} blocks of its sequences are not "
+                "the same ones."
+            )
+    if runs and any(starts[i] + lens[i] > starts[i + 1] for i in range(len(starts) - 1)):
+        raise ValueError(
+            "paged attention: where sequences share keys, the queries stand in their order."
+        )
 
 
 def _int64(values: Sequence[int]) -> Tensor:

@@ -1,8 +1,10 @@
-"""What the Triton kernels of attention share: a tile's rows and keys, loads, one block's sums, and
-writing out a finished tile."""
+"""What the kernels of attention share: one call as they see it, and in Triton a tile's rows and
+keys, loads, one block's sums, and writing out a finished tile."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.attention.layout import (
+    AttentionLayout,
+    PackedSequences,
+    PagedAttention,
+    SequenceTables,
+)
+from rl_consistency.kernels.attention.schedules import LOG2E, ForwardPlan, reach
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.reduction.tree_fold_triton import fold_to_lanes, tree_fold
 
@@ -156,3 +165,116 @@ def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Any]:
     if not described:
         return list(tensors)
     return [tile_descriptor(x, box) for x in tensors]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What every kernel is launched with. The elements of a head lie side by side."""
+
+    q: Tensor  # [T, H, D]
+    k: Tensor  # [T, Hkv, D] packed, or [slots, Hkv, D] of a paged cache; v alike
+    v: Tensor
+    out: Tensor  # [T, H, D], and lse [T, H]
+    lse: Tensor
+    layout: AttentionLayout
+    scale: float
+    window: int | None
+
+    @cached_property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @cached_property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @cached_property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.kv_heads
+
+    @cached_property
+    def tables(self) -> SequenceTables:
+        return self.layout.tables(self.q.device)
+
+    @property
+    def factor(self) -> float:
+        """The scale of the scores in log2 units."""
+        return self.scale * LOG2E
+
+    @property
+    def reach(self) -> int:
+        """The window as kernels take it."""
+        return reach(self.window)
+
+    @property
+    def windowed(self) -> bool:
+        return self.window is not None
+
+    @property
+    def operand_strides(self) -> tuple[int, ...]:
+        """Strides of a token and a head in q, k and v."""
+        return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCall(AttentionCall):
+    """A forward call: the kernels write `out` and `lse`."""
+
+    plan: ForwardPlan
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """[tiles, 2] int32: a sequence and the tile's first row in it."""
+        return self.layout.tiles(self.q.device, self.group, self.plan.schedule.rows)
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """First row, queries and keys of each sequence, int32."""
+        return self.tables.query_start, self.tables.query_len, self.tables.context_len
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in one physical block; None where keys are packed."""
+        return self.layout.block_size if isinstance(self.layout, PagedAttention) else None
+
+    @property
+    def result_strides(self) -> tuple[int, ...]:
+        """Strides of a token and a head in o, and of a token in lse."""
+        return (*self.out.stride()[:2], self.lse.stride(0))
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments and options that the Triton kernels share."""
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "ROWS": self.plan.schedule.rows,
+            "KEYS": self.plan.keys,
+            "HEAD_DIM": self.head_dim,
+            "DIM": self.plan.columns,
+            "WINDOWED": self.windowed,
+            "num_stages": self.plan.schedule.stages,
+            "enable_fp_fusion": False,
+        }
+
+    def memory_of_blocks(self, grid: int, stored: int) -> tuple[Tensor, Tensor, Tensor]:
+        """fp32 memory for every key block's m [places], lanes [places, 8] and acc [places,
+        columns]. `grid` is tiles times KV heads, and a block writes `stored` rows.
+        """
+        places = grid * self.plan.most_blocks * stored
+        m, lanes, acc = (
+            torch.empty(shape, dtype=torch.float32, device=self.q.device)
+            for shape in ((places,), (places, 8), (places, self.plan.columns))
+        )
+        return m, lanes, acc
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardCall(AttentionCall):
+    """A backward call: the kernels fill dq, dk and dv."""
+
+    layout: PackedSequences
+    do: Tensor  # [T, H, D], the gradient of `out`
+    dq: Tensor  # [T, H, D]
+    dk: Tensor  # [T, Hkv, D], and dv alike
+    dv: Tensor

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import (
+from rl_consistency.kernels.attention.layout import (
+    AttentionLayout,
     CapturedPagedAttention,
-    InterruptedAttention,
 )
-from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.glu.op import glu, glu_gradients
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
@@ -60,7 +59,7 @@ class RoutedRows:
 def route_rows(expert_ids: Tensor, layout: AttentionLayout, num_experts: int) -> RoutedRows:
     """The pairs of expert_ids [R, k] whose rows the layout's sequences own."""
     starts, lens = layout.query_starts, layout.query_lens
-    if isinstance(layout, CapturedPagedAttention | InterruptedAttention):
+    if isinstance(layout, CapturedPagedAttention):
         starts, lens = layout.numbers.query_start.tolist(), layout.numbers.tokens.tolist()
     owned = [torch.arange(s, s + length) for s, length in zip(starts, lens, strict=True)]
     rows = torch.cat(owned) if owned else torch.zeros(0, dtype=torch.int64)

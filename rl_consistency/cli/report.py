@@ -19,8 +19,8 @@ from rl_consistency.cli.page import plots
 from rl_consistency.cli.page.panels import EXPERTS, WORST, sections
 from rl_consistency.cli.page.plots import series
 from rl_consistency.numerics.files import write_whole
+from rl_consistency.parity.drift import worst_tokens
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
-from rl_consistency.parity.worst_tokens import worst_tokens
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows, read_rows, run_file
@@ -137,15 +137,7 @@ def _worst_tokens(run_dir: Path) -> str:
         bundle = load_replay_bundle(bundles[0])
     except (ValueError, OSError) as error:  # the page is about the run, not about this file
         return f"<p>{html.escape(str(error))}</p>"
-    pairs = zip(bundle.sequences, bundle.prompt_lengths, strict=True)
-    rows = worst_tokens(
-        [sequence[length:] for sequence, length in pairs],
-        [(index, 0) for index in bundle.sequence_indices],
-        bundle.rollout_logprobs,
-        bundle.training_logprobs,
-        lambda ids: str(ids[0]),
-        most=MOST_ROWS,
-    )
+    rows = worst_tokens(bundle.samples, lambda ids: str(ids[0]), most=MOST_ROWS)
     heads = ["token id", "sequence", "position", "rollout", "training", "training − rollout"]
     # Nine digits tell two fp32 values apart.
     lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]

@@ -60,7 +60,7 @@ class Attachment:
     def drift(self) -> DriftReport | None:
         """Drift between generation and training, over all first updates of this process so far.
         None before the first, and where the trainer does not generate."""
-        return None if self._drift is None else self._drift.total.report
+        return None if self._drift is None else self._drift.report
 
     @property
     def gradients(self) -> GradientReport | None:
@@ -179,17 +179,17 @@ def attach(
             backward = in_one_thread(trainer.accelerator.backward)
             attachment._set(trainer.accelerator, "backward", backward)
         if measure_only:
-            _watch_stock(attachment, trainer)
+            _watch_stock(attachment, trainer, metrics_of)
         elif generates:
             engine["cuda_graphs"] = cuda_graphs
-            _attach_to_rollouts(attachment, trainer, sampling_metrics, gradients, engine)
+            _attach_to_rollouts(
+                attachment, trainer, sampling_metrics, metrics_of, gradients, engine
+            )
         else:
             _attach_to_data(attachment, trainer, kind, gradients)
     except BaseException:
         attachment.detach()
         raise
-    if attachment._drift is not None:
-        attachment._drift.also_log(metrics_of)
     attachment._set(trainer, _MARK, attachment)
     return attachment
 
@@ -242,6 +242,7 @@ def _attach_to_rollouts(
     attachment: Attachment,
     trainer: Any,
     sampling_metrics: bool,
+    metrics_of: Sequence[str],
     gradients: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
@@ -253,7 +254,7 @@ def _attach_to_rollouts(
         max_tokens=trainer.max_completion_length,
         seed=trainer.args.seed,
     )
-    drift = _rollout_drift(attachment, trainer, sampling)
+    drift = _rollout_drift(attachment, trainer, sampling, metrics_of)
     observers: list[Observer] = [lambda ids, batch, scores: drift.observe(ids, batch.mask, scores)]
     observers += _check_gradients(attachment, trainer, sampling, gradients)
     answer = LabelAnswer(sampling, observers=observers)
@@ -277,15 +278,18 @@ def _attach_to_rollouts(
 
 
 def _rollout_drift(
-    attachment: Attachment, trainer: Any, sampling: SamplingParams | None
+    attachment: Attachment,
+    trainer: Any,
+    sampling: SamplingParams | None,
+    metrics_of: Sequence[str],
 ) -> RolloutDrift:
-    drift = attachment._drift = RolloutDrift(trainer, sampling)
+    drift = attachment._drift = RolloutDrift(trainer, sampling, metrics_of)
     attachment._call_back(trainer, drift)
     return drift
 
 
-def _watch_stock(attachment: Attachment, trainer: Any) -> None:
-    drift, model = _rollout_drift(attachment, trainer, None), trainer.model
+def _watch_stock(attachment: Attachment, trainer: Any, metrics_of: Sequence[str]) -> None:
+    drift, model = _rollout_drift(attachment, trainer, None, metrics_of), trainer.model
     if trainer.use_vllm:
         backend = trainer.vllm_generation
         attachment._set(backend, "generate", watched_backend(backend.generate, drift))

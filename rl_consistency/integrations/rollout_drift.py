@@ -1,8 +1,11 @@
-"""Drift between what the engine sampled and what a trainer computes for the same tokens."""
+"""The feed of the drift monitor in a trainer of TRL, which finds completions by their tokens."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,28 +14,29 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rl_consistency.integrations.first_mismatch import FirstMismatch, ScoredRow
 from rl_consistency.integrations.sampled import Sampled
-from rl_consistency.integrations.token_drift import ScoredSample, TokenDrift
 from rl_consistency.integrations.wandb_drift import AttachedWandb
 from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
-from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
+from rl_consistency.models.sharding import is_sharded
+from rl_consistency.parity.drift import DriftReport, Sample
+from rl_consistency.parity.monitor import FIRST, LATER, DriftMonitor
 from rl_consistency.rollout.sampling_params import SamplingParams
 
-FIRST, LATER = "consistency", "off_policy"
-"""Prefixes of what is logged: of the first update on a rollout, whose weights are those that
-sampled it, and of later updates, which differ by design."""
+REPLAY = "replay"
+"""Where bundles go, in the output directory of a trainer."""
 
 
-class _Sample(NamedTuple):
+class _Drawn(NamedTuple):
+    """A completion, or a turn of one, as it was sampled."""
+
     start: int
     """Where its tokens begin in a row."""
     logprobs: Tensor
     place: tuple[int, int]
     routing: Tensor | None
 
-    def cut(self, tokens: int) -> _Sample:
-        """The sample cut to its first tokens."""
+    def cut(self, tokens: int) -> _Drawn:
+        """What is left of it in a row that ends after some of its tokens."""
         routing = None if self.routing is None else self.routing[:tokens]
         return self._replace(logprobs=self.logprobs[:tokens], routing=routing)
 
@@ -48,47 +52,72 @@ class _MicroBatch(NamedTuple):
     routing: Tensor | None  # [B, L-1]
 
 
+class _Row(NamedTuple):
+    """A row of training up to the end of what was drawn, which begins at `start`."""
+
+    ids: np.ndarray  # [end]
+    start: int
+    wanted: np.ndarray  # [end - start] bool, the tokens that are trained on
+    drawn: np.ndarray  # [end - start]
+    trained: np.ndarray  # [end - start], anything where it is not wanted
+
+    @property
+    def found_again(self) -> Tensor:
+        """What training gave. A token that is not trained on counts as found again."""
+        return torch.from_numpy(np.where(self.wanted, self.trained, self.drawn))
+
+
 class _Compared(NamedTuple):
     """The sampled tokens of a row that training scored."""
 
-    sample: ScoredSample
-    row: ScoredRow
-    routing: tuple[Tensor | None, Tensor | None]
-    """Routing of both sides; None in a dense model, and of engines that do not tell it."""
+    sample: Sample
+    row: _Row
+    rollout_routing: Tensor | None
+    """None in a dense model, and of engines that do not tell it."""
+    training_routing: Tensor | None
 
 
 class RolloutDrift(TrainerCallback):
-    """Remembers the logprobs of a rollout, and compares those of training with them when an
-    optimizer step is done.
+    """Remembers the logprobs of a rollout. When an optimizer step is done it gives the monitor
+    these and the logprobs of training.
 
-    A sample is found by its tokens: equal prompts and completions have equal logprobs. The first
-    mismatch is localized at the end of its step, unless `sampling`, what the tokens of a patched
-    model are drawn with, is None.
+    A sample is found by its tokens: equal prompts and completions have equal logprobs.
+
+    The first mismatch of a process is saved as a replay bundle, localized and told, unless
+    `sampling`, what the tokens of a patched model are drawn with, is None. That happens when the
+    step is over, and so with the weights after the step: the op that differs is the same, the
+    logprobs are not those of the bundle. Gradients, random states and the mode of the model stay.
+    An error ends up in the warning: training goes on.
     """
 
-    def __init__(self, trainer: Any, sampling: SamplingParams | None = None) -> None:
-        self._trainer = trainer
-        self._first = None if sampling is None else FirstMismatch(trainer, sampling)
-        self._tokens = TokenDrift()
+    def __init__(
+        self,
+        trainer: Any,
+        sampling: SamplingParams | None = None,
+        metrics_of: Sequence[str] = (),
+    ) -> None:
+        self._trainer, self._sampling = trainer, sampling
+        self._monitor = DriftMonitor(
+            model=trainer.model,
+            replay_dir=None if sampling is None else Path(trainer.args.output_dir) / REPLAY,
+            decode=None if sampling is None else trainer.processing_class.decode,
+            metrics_of=metrics_of,
+        )
         self._wandb = AttachedWandb(trainer)
         self._sampled_at = -1
-        self._samples: dict[bytes, _Sample] = {}
+        self._samples: dict[bytes, _Drawn] = {}
         self._prompts: dict[tuple[int, ...], list[int]] = {}
         """Prompt -> its number in the rollout, and how many completions it has."""
-        self._since_log = {FIRST: DriftTotals(), LATER: DriftTotals()}
         self._uncompared = 0
-        self._total = DriftTotals()
         self._pending: list[_MicroBatch] = []
+        self._mismatch: tuple[DriftReport, list[_Row]] | None = None
+        self._told = sampling is None
 
     @property
-    def total(self) -> DriftTotals:
-        """Drift of the first updates of this process."""
+    def report(self) -> DriftReport | None:
+        """Drift of the first updates of this process; None before the first."""
         self._compare()
-        return self._total
-
-    def also_log(self, metrics_of: Sequence[str]) -> None:
-        """Log the drift metrics of these trainers too; see `foreign_drift`."""
-        self._tokens = TokenDrift(metrics_of)
+        return self._monitor.total.report
 
     def sampled(self, prompts: list[list[int]], completions: Sampled) -> None:
         """Take in a rollout, or a turn of one; a rollout at another step replaces the last. One for
@@ -107,7 +136,7 @@ class RolloutDrift(TrainerCallback):
             known = self._prompts.setdefault(tuple(prompt), [len(self._prompts), 0])
             place = known[0], known[1]
             known[1] += 1
-            self._samples[key] = _Sample(len(prompt), logprobs, place, met)
+            self._samples[key] = _Drawn(len(prompt), logprobs, place, met)
 
     def observe(self, input_ids: Tensor, tokens: Tensor, scores: LabelLogprobs) -> None:
         """Take in a micro-batch of training; see `LabelAnswer`."""
@@ -117,26 +146,66 @@ class RolloutDrift(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._compare()
-        if self._first is not None:
-            self._first.tell()
+        if self._mismatch is not None and self._sampling is not None:
+            found, self._mismatch, self._told = self._mismatch, None, True
+            self._tell(*found, self._sampling)
+
+    def take(self) -> dict[str, float]:
+        """Figures since the last call, over all processes, each of which has to call it."""
+        self._compare()
+        mine = self._monitor.take(), self._uncompared
+        self._uncompared = 0
+        everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
+        found, seen = self._monitor.metrics(part for part, _ in everyone)
+        self._wandb.show(seen)
+        if uncompared := sum(count for _, count in everyone):
+            found[f"{FIRST}/uncompared_tokens"] = uncompared
+        # transformers puts "train/" before every name, as NeMo-RL does before its own.
+        return {name.removeprefix("train/"): value for name, value in found.items()}
 
     def _compare(self) -> None:
         """Compare what was observed."""
         pending, self._pending = self._pending, []
-        for first in (True, False):
-            found = [s for batch in pending if batch.first is first for s in self._scored(batch)]
+        for prefix in (FIRST, LATER):
+            batches = [batch for batch in pending if batch.first is (prefix == FIRST)]
+            found = [each for batch in batches for each in self._scored(batch)]
             if not found:
                 continue
-            samples, rows = [each.sample for each in found], [each.row for each in found]
-            sides = torch.cat([s.sampled for s in samples]), torch.cat([s.trained for s in samples])
-            routing = _joined([e.routing[0] for e in found]), _joined([e.routing[1] for e in found])
-            report = compare_logprobs(*sides, routing=routing)
-            self._since_log[FIRST if first else LATER].add(report)
-            if first:
-                self._total.add(report)
-                self._tokens.add(samples, *sides, differ=not report.passed)
-                if self._first is not None:
-                    self._first.note(report, rows)
+            samples, rows, ours, theirs = map(list, zip(*found, strict=True))
+            routing = _known(ours), _known(theirs)
+            report = self._monitor.scored(samples, routing, prefix=prefix)
+            if prefix == FIRST and not (report.passed or self._told or self._mismatch):
+                self._mismatch = report, rows
+
+    def _tell(self, report: DriftReport, rows: list[_Row], sampling: SamplingParams) -> None:
+        """Save the rows that differ, localize where they do, and warn."""
+        trainer, where = self._trainer, ""
+        config = {
+            "step": trainer.state.global_step,
+            "process": trainer.accelerator.process_index,
+            "weights": "after the step",
+            "rollout": {"sampling": asdict(sampling)},
+        }
+        try:
+            if report.mismatched_tokens:
+                if is_sharded(trainer.model):
+                    raise ValueError("the parameters are shards, and other processes take no part")
+                path, where = self._monitor.kept(
+                    [row.ids.tolist() for row in rows],
+                    [row.start for row in rows],
+                    [torch.from_numpy(row.drawn) for row in rows],
+                    [row.found_again for row in rows],
+                    sampling=sampling,
+                    config=config,
+                )
+                where = f"Replay bundle: {path}. {where}"
+        except (ValueError, RuntimeError, OSError) as error:  # shards, no memory, a full disk
+            where = f"They were not saved for replay ({error}). "
+        warnings.warn(
+            f"step {config['step']}, process {config['process']}: {report.sentence()}. {where}"
+            "Training goes on, and later mismatches are only counted",
+            stacklevel=2,
+        )
 
     def _scored(self, batch: _MicroBatch) -> Iterator[_Compared]:
         """The sampled tokens of a micro-batch, and their rows; those of no sample are counted."""
@@ -153,24 +222,22 @@ class RolloutDrift(TrainerCallback):
             first, end, count = len(wanted), 0, np.count_nonzero(wanted)
             for start, sampled, place, experts in self._found(row, int(count)):
                 first, end = min(first, start), start + len(sampled)
-                span = slice(start, end)
-                parts = (row[span], sampled.numpy(), theirs[span])
-                drawn, ours, trained = (part[wanted[span]] for part in parts)
-                if len(drawn):
-                    found = map(torch.from_numpy, (row[:end], wanted[span], theirs[span]))
-                    upto, chosen, scores = found
-                    whole = ScoredRow(upto, start, chosen, sampled, scores)
-                    pair = torch.from_numpy(ours), torch.from_numpy(trained)
-                    experts = None if experts is None else experts[chosen]
-                    again = None
+                chosen = wanted[start:end]
+                whole = _Row(row[:end], start, chosen, sampled.numpy(), theirs[start:end])
+                drawn = row[start:end][chosen].tolist()
+                if drawn:
+                    sides = (
+                        torch.from_numpy(side[chosen]) for side in (whole.drawn, whole.trained)
+                    )
+                    theirs_met = None
                     if batch.routing is not None:
-                        again = torch.from_numpy(routed[span][wanted[span]])
-                    sample = ScoredSample(drawn.tolist(), place, *pair)
-                    yield _Compared(sample, whole, (experts, again))
+                        theirs_met = torch.from_numpy(routed[start:end][chosen])
+                    ours_met = None if experts is None else experts[torch.from_numpy(chosen)]
+                    yield _Compared(Sample(drawn, place, *sides), whole, ours_met, theirs_met)
             # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
             self._uncompared += int(count - np.count_nonzero(wanted[first:end]))
 
-    def _found(self, ids: np.ndarray, wanted: int) -> list[_Sample]:
+    def _found(self, ids: np.ndarray, wanted: int) -> list[_Drawn]:
         """Where sampled tokens begin in a row, and their logprobs; several turns if there are, of
         which TRL may have cut the last."""
         whole = self._samples.get(row := ids.tobytes())
@@ -184,34 +251,12 @@ class RolloutDrift(TrainerCallback):
             turns += [s.cut(len(ids) - s.start) for s in longer][:1]
         return turns
 
-    def take(self) -> dict[str, float]:
-        """Figures since the last call, over all processes, each of which has to call it."""
-        self._compare()
-        reports = {name: t.state_dict() for name, t in self._since_log.items()}
-        mine = [reports, self._uncompared, self._tokens.take()]
-        everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
-        self._since_log = {name: DriftTotals() for name in self._since_log}
-        self._uncompared = 0
-        figures: dict[str, float] = {}
-        for name in (FIRST, LATER):
-            totals = DriftTotals()
-            for reports, _, _ in everyone:
-                if reports[name]:
-                    totals.add(DriftReport(**reports[name]))
-            if totals.report is not None:
-                figures |= totals.report.metrics(name)
-        if uncompared := sum(count for _, count, _ in everyone):
-            figures[f"{FIRST}/uncompared_tokens"] = uncompared
-        by_others, counts, samples = self._tokens.joined(tokens for _, _, tokens in everyone)
-        self._wandb.show(figures, counts, samples)
-        return figures | by_others
 
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """All routing of one side; None where there is none. ValueError where only a part has it."""
+def _known(parts: list[Tensor | None]) -> list[Tensor] | None:
+    """Routing of one side; None where there is none. ValueError where only a part has it."""
     known = [part for part in parts if part is not None]
     if 0 < len(known) < len(parts):
         raise ValueError(
             f"{len(parts) - len(known)} of {len(parts)} completions have no routing, the others do."
         )
-    return torch.cat(known) if known else None
+    return known or None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_consistency.integrations.token_drift import ScoredSample, worst_of
+from rl_consistency.parity.drift import DriftReport, WorstToken, worst_tokens
 from rl_consistency.parity.histograms import ABS_DIFF, RATIO, Histogram, split_counts
-from rl_consistency.parity.worst_tokens import WorstToken
+from rl_consistency.parity.monitor import FIRST, Seen
 
 if TYPE_CHECKING:
     import wandb
@@ -93,35 +93,22 @@ class AttachedWandb:
         self._trainer = trainer
         self._usable = True
 
-    def show(
-        self,
-        figures: Mapping[str, float],
-        counts: Mapping[str, int],
-        samples: Sequence[ScoredSample],
-    ) -> None:
+    def show(self, seen: Seen) -> None:
         """Log histograms and the worst tokens with what the trainer logs next, and raise an alert
         if tokens differ."""
         trainer = self._trainer
-        if not (counts and self._usable and "wandb" in trainer.args.report_to):
+        if not (seen.counts and self._usable and "wandb" in trainer.args.report_to):
             return
         import wandb
 
         if wandb.run is None:  # as on all processes but the first
             return
-        message = None
-        mismatched = figures["consistency/mismatched_tokens"]
-        rerouted = figures.get("consistency/rerouted_tokens", 0)
-        if mismatched or rerouted:
-            message = (
-                f"step {trainer.state.global_step}: {mismatched:.0f} of "
-                f"{figures['consistency/tokens']:.0f} tokens have other logprobs in training than "
-                "in generation (largest difference "
-                f"{figures['consistency/logprob_abs_diff/max']:g}"
-                f"{f', {rerouted:.0f} met other experts' if rerouted else ''})"
-            )
-        rows = worst_of(samples, trainer.processing_class.decode)
+        report, message = DriftReport(**seen.reports[FIRST]), None
+        if report.mismatched_tokens or report.rerouted_tokens:
+            message = f"step {trainer.state.global_step}: {report.sentence()}"
+        rows = worst_tokens(seen.samples, trainer.processing_class.decode)
         try:
-            log_drift(wandb.run, {}, split_counts(counts)[1], rows, message, commit=False)
+            log_drift(wandb.run, {}, split_counts(seen.counts)[1], rows, message, commit=False)
         except (OSError, wandb.Error) as error:
             self._usable = False
             warnings.warn(

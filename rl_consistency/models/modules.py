@@ -18,12 +18,12 @@ from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_consistency.kernels.attention.captured_layout import (
+from rl_consistency.kernels.attention.layout import (
+    AttentionLayout,
     CapturedPagedAttention,
-    InterruptedAttention,
-    InterruptedSequences,
+    PackedSequences,
+    PagedAttention,
 )
-from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
 from rl_consistency.kernels.core.compile_ahead import compiles_only
@@ -378,7 +378,7 @@ class CanonicalAttention(CanonicalModule):
     ) -> Tensor:
         canonical = is_canonical("attention")
         scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
-        if isinstance(layout, InterruptedAttention | InterruptedSequences):
+        if layout.attend is not None:
             return layout.attend(q, k, v, index, self.scaling, self.window)
         if isinstance(layout, PagedAttention):
             if canonical:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.attention.layout import AttentionLayout, CapturedPagedAttention
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 

@@ -7,9 +7,9 @@ Nothing that was scored is left out of any figure: a single NaN makes the means 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,15 @@ class DriftReport:
         if self.rerouted_tokens is not None:
             found[f"{prefix}/rerouted_tokens"] = self.rerouted_tokens
         return found
+
+    def sentence(self) -> str:
+        """What is said of a mismatch, without a full stop."""
+        rerouted = f", {self.rerouted_tokens} met other experts" if self.rerouted_tokens else ""
+        return (
+            f"{self.mismatched_tokens} of {self.tokens} tokens have other logprobs in training "
+            f"than in rollout (largest difference {self.max_abs_diff:g}, {self.max_ulp} ULP, "
+            f"{self.nonfinite_tokens} not finite{rerouted})"
+        )
 
     def merge(self, other: DriftReport) -> DriftReport:
         """The report of this report's tokens followed by the other's; means weighted by tokens.
@@ -170,6 +179,54 @@ def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) 
     return [i for i, found in enumerate(each) if bool(found.any())]
 
 
+class Sample(NamedTuple):
+    """A completion, or a turn of one, as both sides scored it."""
+
+    tokens: Sequence[int]
+    place: tuple[int, int]
+    """Prompt id, and which completion of that prompt."""
+    rollout: Tensor  # [tokens] fp32
+    training: Tensor  # [tokens] fp32
+
+
+class WorstToken(NamedTuple):
+    """One token that differs; a row of a table."""
+
+    token: str
+    prompt_id: int
+    sample: int
+    """Which completion of its prompt."""
+    position: int
+    """Place of the token in the completion, counted from 0."""
+    rollout_logprob: float
+    training_logprob: float
+    difference: float
+    """training - rollout, nats."""
+
+
+def worst_tokens(
+    samples: Sequence[Sample], decode: Callable[[list[int]], str], *, most: int = 50
+) -> list[WorstToken]:
+    """The tokens that do not match, the largest |difference| first, what is not finite before it.
+
+    `decode` gives the text of token ids.
+    """
+    found: list[tuple[float, int, int]] = []
+    for index, sample in enumerate(samples):
+        ours, theirs = (side.detach().float().cpu() for side in sample[2:])
+        size = (theirs.double() - ours.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        at = _mismatched(ours, theirs).nonzero().squeeze(1)
+        largest = at[torch.argsort(size[at], descending=True, stable=True)[:most]]
+        found += [(-float(size[i]), index, int(i)) for i in largest]
+    rows = []
+    for _, index, position in sorted(found)[:most]:
+        tokens, place, *sides = samples[index]
+        ours, theirs = (float(side[position]) for side in sides)
+        token = decode([tokens[position]])
+        rows.append(WorstToken(token, *place, position, ours, theirs, theirs - ours))
+    return rows
+
+
 def _mismatched(rollout: Tensor, training: Tensor) -> Tensor:
     """bool, where two fp32 values are not the same finite bits."""
     return (bits(rollout) != bits(training)) | ~(rollout.isfinite() & training.isfinite())
@@ -223,11 +280,6 @@ def _parts(values: LogProbs) -> list[Tensor]:
 def _flat(values: LogProbs, side: str) -> Tensor:
     parts = _parts(values)
     for part in parts:
-        if not isinstance(part, Tensor):
-            raise TypeError(
-                f"{side} logprobs must be a tensor, or one tensor per sequence, got a "
-                f"{type(part).__name__}; wrap it with torch.tensor(..., dtype=torch.float32)"
-            )
         if part.dtype != torch.float32:
             raise TypeError(
                 f"{side} logprobs must be torch.float32, got {part.dtype}; compare them uncast"

@@ -23,8 +23,13 @@ from torch import Tensor
 
 from rl_consistency.numerics.files import replace, unfinished
 from rl_consistency.numerics.fingerprint import Fingerprint
-from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
-from rl_consistency.parity.worst_tokens import worst_tokens
+from rl_consistency.parity.drift import (
+    DriftReport,
+    Sample,
+    compare_logprobs,
+    mismatched_sequences,
+    worst_tokens,
+)
 
 FORMAT = 1
 FILES = ("bundle.json", "logprobs.safetensors")
@@ -55,6 +60,13 @@ class ReplayBundle:
     fingerprint: dict[str, str]
     """Entries of the run's fingerprint."""
     fingerprint_digest: str
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Its completions; their prompt ids are `sequence_indices`."""
+        sides = self.rollout_logprobs, self.training_logprobs
+        parts = zip(self.sequences, self.prompt_lengths, self.sequence_indices, *sides, strict=True)
+        return [Sample(ids[n:], (index, 0), *pair) for ids, n, index, *pair in parts]
 
     def drift(self) -> DriftReport:
         return compare_logprobs(self.rollout_logprobs, self.training_logprobs)
@@ -122,9 +134,9 @@ def save_replay_bundle(
     }
     name = _name(files)
     if decode is not None:
-        completions = [ids[n:] for ids, n in zip(sequences, prompt_lengths, strict=True)]
-        given = completions, [(0, 0)] * len(completions), rollout_logprobs, training_logprobs
-        worst = worst_tokens(*given, lambda ids: str(int(ids[0])))
+        parts = zip(sequences, prompt_lengths, rollout_logprobs, training_logprobs, strict=True)
+        samples = [Sample(ids[n:], (0, 0), *sides) for ids, n, *sides in parts]
+        worst = worst_tokens(samples, lambda ids: str(int(ids[0])))
         texts = {row.token: decode([int(row.token)]) for row in worst}
         files[TEXTS] = json.dumps(texts, indent=1).encode()
     return _write(Path(directory), name, files)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.attention.layout import SharedRun
 from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device import shared_prefixes

@@ -13,12 +13,12 @@ pytest.importorskip("trl", reason="trl is an optional extra")
 import torch
 from transformers import TrainerCallback
 
-from rl_consistency.integrations import first_mismatch
+from rl_consistency.integrations import rollout_drift
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.models import modules
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.parity import localize as localizing
-from rl_consistency.parity import replay
+from rl_consistency.parity import monitor, replay
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize_bundle
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
@@ -182,7 +182,7 @@ def full(*_):
         ((replay, "replace", full), "not saved for replay ([Errno 28] No space left on device)"),
         ((localizing, "write_whole", full), "not localized ([Errno 28] No space left on device)"),
         (
-            (first_mismatch, "is_sharded", lambda _: True),
+            (rollout_drift, "is_sharded", lambda _: True),
             "not saved for replay (the parameters are",
         ),
     ],
@@ -205,7 +205,7 @@ def test_turns_are_saved_with_all_that_stands_before_them(tmp_path, monkeypatch)
         processing_class=SimpleNamespace(decode=str),
     )
     drift = RolloutDrift(trainer, SamplingParams())
-    monkeypatch.setattr(first_mismatch, "localized", lambda *_: "")
+    monkeypatch.setattr(monitor, "localized", lambda *_: "")
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     drift.sampled(*sample([7, 8, 3, 4, 9, 9], [5, 6], [-3.0, -4.0]))
     observe(drift, [7, 8, 3, 4, 9, 9, 5, 6], [0, 0, 1, 1, 0, 0, 0, 1], [-1.0, -2.0, -4.5])

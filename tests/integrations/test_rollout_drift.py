@@ -8,7 +8,6 @@ from rl_consistency import parity
 from rl_consistency.integrations import rollout_drift
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled
-from rl_consistency.integrations.token_drift import TokenDrift
 from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
 
 
@@ -50,11 +49,11 @@ def end_step(drift):
 def test_the_device_is_not_waited_for_until_the_step_ends(drift):
     drift.sampled(*sample([7, 8], [3], [-1.0]))
     observe(drift, [7, 8, 3], [0, 0, 1], [-1.5])
-    assert drift._since_log["consistency"].report is None
+    assert drift._monitor.total.report is None
     end_step(drift)
-    assert drift._since_log["consistency"].report.mismatched_tokens == 1
+    assert drift._monitor.total.report.mismatched_tokens == 1
     end_step(drift)
-    assert drift.total.report.tokens == 1
+    assert drift.report.tokens == 1
 
 
 def test_what_was_observed_is_compared_with_the_rollout_before_it(drift):
@@ -69,9 +68,9 @@ def test_a_row_is_found_by_its_tokens_whatever_its_padding(drift):
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     for left in (0, 3):
         observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.0], left=left)
-    assert drift.total.report.tokens == 4 and drift.total.report.passed
+    assert drift.report.tokens == 4 and drift.report.passed
     observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.5])
-    assert drift.total.report.mismatched_tokens == 1
+    assert drift.report.mismatched_tokens == 1
     assert drift.take()["consistency/logprob_abs_diff/max"] == 0.5
     assert drift.take() == {}
 
@@ -144,7 +143,7 @@ def test_the_same_weights_are_the_first_update_and_others_a_later_one(drift):
     figures = drift.take()
     assert figures["consistency/mismatched_tokens"] == 0
     assert figures["off_policy/mismatched_tokens"] == 1
-    assert drift.total.report.tokens == 1
+    assert drift.report.tokens == 1
 
 
 def test_a_rollout_of_other_weights_replaces_the_last(drift):
@@ -165,12 +164,10 @@ def of_three(drift, monkeypatch):
         part.sampled(*sample([1], ids, [-1.0] * tokens))
         observe(part, [1, *ids], [0, *[1] * tokens], [-1.0 - difference, *[-1.0] * (tokens - 1)])
         end_step(part)
-        reports = {name: t.state_dict() for name, t in part._since_log.items()}
-        return [reports, 1, part._tokens.take()]
+        return part._monitor.take(), 1
 
     drift._trainer.accelerator.num_processes = 3
-    idle = [{name: {} for name in ("consistency", "off_policy")}, 0, TokenDrift().take()]
-    everyone = [of(0.5, 4), of(0.25, 2), idle]
+    everyone = [of(0.5, 4), of(0.25, 2), (drift._monitor.take(), 0)]
     monkeypatch.setattr(rollout_drift, "gather_object", lambda mine: everyone)
     return drift.take
 
@@ -195,11 +192,12 @@ def test_mutant_a_maximum_averaged_over_processes(of_three, monkeypatch):
 
 
 def test_metrics_of_other_trainers_are_of_the_first_update_and_of_all_processes(drift, monkeypatch):
-    drift.also_log(["trl", "prime_rl"])
+    drift = RolloutDrift(drift._trainer, metrics_of=["trl", "prime_rl"])
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.5])
     end_step(drift)
-    other = [{name: {} for name in ("consistency", "off_policy")}, 0, drift._tokens.take()]
+    samples = drift._monitor.take()
+    other = samples._replace(reports={}), 0
     drift.sampled(*sample([7, 8], [5], [-1.0]))
     observe(drift, [7, 8, 5], [0, 0, 1], [-1.0])
     drift._trainer.state.global_step = 1
@@ -221,7 +219,7 @@ def test_only_samples_that_differ_are_kept_where_no_figure_needs_the_others(drif
     for ids, logprob in (([7, 8, 3], -1.0), ([7, 8, 4], -1.5), ([9, 3], -1.0)):
         observe(drift, ids, [*[0] * (len(ids) - 1), 1], [logprob])
     end_step(drift)
-    counts, (kept,) = drift._tokens.take()
+    _, counts, (kept,) = drift._monitor.take()
     assert (kept.tokens, kept.place) == ([4], (0, 1))
     assert counts["consistency/logprob_abs_diff/count/0"] == 2
     assert sum(counts.values()) == 6, "three tokens in each of two histograms"

@@ -4,13 +4,16 @@ writes, prefetches and lets the next kernel start before. Nothing runs."""
 
 import torch
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
-from rl_consistency.kernels.attention.layout import PagedAttention, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PagedAttention,
+    SequenceTables,
+    SharedRun,
+    SharedTables,
+)
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
-from rl_consistency.kernels.attention.schedules import DECODE_LAST
-from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables
+from rl_consistency.kernels.attention.schedules import DECODE_LAST, Cut
 from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.models.stock import stock_captured_attention

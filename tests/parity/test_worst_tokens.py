@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from rl_consistency.parity.worst_tokens import WorstToken, worst_tokens
+from rl_consistency.parity.drift import Sample, WorstToken, worst_tokens
 
 COMPLETIONS = [[5, 6, 7], [], [8, 9]]
 PLACES = [(40, 0), (40, 1), (41, 0)]
@@ -10,7 +10,8 @@ PLACES = [(40, 0), (40, 1), (41, 0)]
 
 def table(rollout, training, **given):
     sides = [[torch.tensor(part) for part in side] for side in (rollout, training)]
-    return worst_tokens(COMPLETIONS, PLACES, *sides, lambda ids: f"<{ids[0]}>", **given)
+    samples = list(map(Sample, COMPLETIONS, PLACES, *sides))
+    return worst_tokens(samples, lambda ids: f"<{ids[0]}>", **given)
 
 
 ROLLOUT = [[-1.0, -2.0, -3.0], [], [-1.0, -1.0]]

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.moe import modules

@@ -167,7 +167,7 @@ def test_checks_come_on_the_first_step_and_every_so_many_after(make_hook, model,
         checked += [step] if "consistency/gradient_check/passed" in metrics else []
         shadowed += [step] if "stock/tokens" in metrics else []
     assert checked == [1, 3, 5, 7] and shadowed == [1, 4, 7]
-    assert hook.totals.gradient_checks == hook.totals.gradient_checks_passed == 4
+    assert hook.counted["gradient_checks"] == hook.counted["gradient_checks_passed"] == 4
 
 
 def test_checks_can_be_off(make_hook, model, rollout):
@@ -198,8 +198,8 @@ def test_drift_saves_a_replay_bundle_before_it_raises(make_hook, model, rollout,
     assert bundle.fingerprint == fingerprint().entries
     assert torch.equal(bundle.training_logprobs[0], training[3])
     assert torch.equal(bundle.rollout_logprobs[0], rollout.logprobs[3])
-    assert hook.totals.drift.report is not None
-    assert hook.totals.drift.report.mismatched_tokens == 1
+    assert hook.monitor.total.report is not None
+    assert hook.monitor.total.report.mismatched_tokens == 1
 
 
 @pytest.mark.parametrize("on_drift", ["warn", "record"])
@@ -229,7 +229,7 @@ def test_a_loss_whose_weights_depend_on_the_cut_fails_the_gradient_check(make_ho
     step = trained(model, rollout, mean_of_what_is_at_hand)
     with pytest.raises(ConsistencyError, match=r"step 1: gradients depend on .* first in model\."):
         hook.on_gradients(step)
-    assert (hook.totals.gradient_checks, hook.totals.gradient_checks_passed) == (1, 0)
+    assert (hook.counted["gradient_checks"], hook.counted["gradient_checks_passed"]) == (1, 0)
 
 
 def test_gradients_that_are_not_those_of_the_step_fail_the_gradient_check(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_consistency.integrations.wandb_drift import log_drift, log_file
 from rl_consistency.parity.histograms import split_counts
+from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.trainers.config.sections import WandbSection
-from rl_consistency.trainers.localized_drift import Mismatch
 from rl_consistency.trainers.metric_reference import references
 from rl_consistency.trainers.run_directory.step_files import Metrics
 

@@ -19,6 +19,8 @@ programs in the order of their ids, so those run already; no device promises thi
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
 from rl_consistency.kernels.attention.hopper.backward_copies import (
     ENTRY,
     KEYS,
@@ -72,9 +73,11 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     thread_barrier,
 )
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, hopper_columns, reach
+from rl_consistency.kernels.attention.schedules import PER_CALL, padded
+from rl_consistency.kernels.attention.tiles_triton import BackwardCall, addresses
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, tree_fold
 
 
 @gluon.jit
@@ -287,34 +290,64 @@ def attention_backward_hopper_kernel(
     )  # fmt: skip
 
 
-def attention_hopper_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    layout: PackedSequences,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Fill `gradients`, that is dq, dk and dv."""
-    heads, head_dim = q.shape[1:]
-    dim = hopper_columns(head_dim)
-    kv_heads, device = k.shape[1], q.device
-    dq, dk, dv = gradients
-    tables = layout.tables(device)
-    query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
-    statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
-    chains, chain_descs = empty_chains(layout, heads, dim, device)
+@remembered
+@triton.jit(do_not_specialize=PER_CALL)
+def attention_statistics_kernel(
+    dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles, stride_dot,
+    stride_doh, stride_ot, stride_oh, stride_lse, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Write one tile's row of STATISTICS [heads * tiles, 2, ROWS], lse in log2 units and delta, and
+    set its counter to 0. Grid: (tiles, heads)."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    position = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
+    inside = position < tl.load(query_len + sequence)
+    row = (tl.load(query_start + sequence) + position).to(tl.int64)
+    mask = inside[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+    do = tl.load(addresses(dO, row, head, stride_dot, stride_doh, DIM), mask=mask, other=0.0)
+    o = tl.load(addresses(OUT, row, head, stride_ot, stride_oh, DIM), mask=mask, other=0.0)
+    # A query past the end gets an infinite lse, so its probabilities are 0.
+    lse = tl.load(LSE + row * stride_lse + head, mask=inside, other=float("inf"))
+    place = head * num_tiles + tile
+    to = STATISTICS + place.to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
+    tl.store(to, lse * LOG2E)
+    tl.store(to + ROWS, tree_fold(do.to(tl.float32) * o.to(tl.float32), ROWS, DIM))
+    tl.store(counters + place, 0)
+
+
+def statistics_of(
+    do: Tensor, out: Tensor, lse: Tensor, layout: PackedSequences, rows: int
+) -> tuple[Tensor, Tensor]:
+    """(STATISTICS [heads * tiles, 2, rows] fp32, counters [heads * tiles] int32, all 0)."""
+    heads, head_dim = do.shape[1:]
+    tables = layout.tables(do.device)
+    tiles, _ = layout.query_tiles(do.device, rows)
+    statistics = torch.empty(heads * len(tiles), 2, rows, dtype=torch.float32, device=do.device)
+    counters = torch.empty(heads * len(tiles), dtype=torch.int32, device=do.device)
+    attention_statistics_kernel[(len(tiles), heads)](
+        do, out, lse, statistics, counters, tiles, tables.query_start, tables.query_len,
+        len(tiles), *do.stride()[:2], *out.stride()[:2], lse.stride(0),
+        ROWS=rows, HEAD_DIM=head_dim, DIM=padded(head_dim), num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return statistics, counters
+
+
+def attention_hopper_bwd(call: BackwardCall) -> None:
+    """Fill dq, dk and dv."""
+    do, q, k, v, dq, dk, dv = call.do, call.q, call.k, call.v, call.dq, call.dk, call.dv
+    heads, dim, device = q.shape[1], padded(call.head_dim), q.device
+    query_tiles, first_tiles = call.layout.query_tiles(device, QUERIES.value)
+    statistics, counters = statistics_of(do, call.out, call.lse, call.layout, QUERIES.value)
+    chains, chain_descs = empty_chains(call.layout, heads, dim, device)
     parts = [
         (*(head_descriptor(x, QUERIES.value, 1, columns) for x in (q, do)), chain_desc)
         for (_, columns), chain_desc in zip(parts_of(dim), chain_descs, strict=True)
     ]
     boxes, rest = [*parts, (None, None, None)][:2]
     programs = backward_programs(
-        layout, device, kv_heads, heads // kv_heads, sm_count(device), window
+        call.layout, device, call.kv_heads, call.group, sm_count(device), call.window
     )
     entries, sums, handed = programs.entries, chains, counters
     if programs.places:
@@ -322,8 +355,8 @@ def attention_hopper_bwd(
         handed = torch.zeros(programs.places, dtype=torch.int32, device=device)
     attention_backward_hopper_kernel[(len(entries),)](
         k, v, dq, dk, dv, sums, handed, chains, statistics, counters, *boxes, *rest, entries,
-        first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
-        scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
-        *dv.stride()[:2], GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim,
-        WINDOWED=window is not None, num_warps=8, maxnreg=168, **OPTIONS,
+        first_tiles, call.tables.query_start, call.tables.query_len, call.reach, len(query_tiles),
+        call.factor, call.scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2],
+        *dk.stride()[:2], *dv.stride()[:2], GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim,
+        WINDOWED=call.windowed, num_warps=8, maxnreg=168, **OPTIONS,
     )  # fmt: skip

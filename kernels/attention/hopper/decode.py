@@ -17,13 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode_copies import (
     copy_keys,
     entries_of,
     prefetch_keys,
 )
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     all_written,
     finite,
@@ -49,7 +47,8 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     write_lse,
     write_rows,
 )
-from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, hopper_columns
+from rl_consistency.kernels.attention.schedules import PER_CALL, Cut
+from rl_consistency.kernels.attention.tiles_triton import ForwardCall
 
 ROWS = gl.constexpr(16)
 REGISTERS = 504
@@ -347,36 +346,36 @@ def attention_decode_kernel(
 
 
 def attention_decode_fwd(
-    call: ForwardCall,
-    schedule: Schedule,
-    cut: Cut,
-    slices: int,
-    tickets: torch.Tensor | None,
-    sums: tuple[torch.Tensor, ...] | None = None,
+    call: ForwardCall, cut: Cut, sums: tuple[torch.Tensor, ...] | None
 ) -> None:
     """Fill o and lse for tiles of 16 rows, whose key blocks a cut deals to programs.
 
-    `slices` programs of a tile, a power of two up to D / 8 and to every tile's programs, fold
+    `plan.slices` programs of a tile, a power of two up to D / 8 and to every tile's programs, fold
     D / slices columns each; the driver refuses more than one if the launch does not fit the device
-    at once. `tickets`, one for each divided tile, are zeros before and after; None where there is
-    none. `sums` are those that `decode_prefix` has left for `call.shared`.
+    at once. `sums` are those of the keys that `decode_prefix` has read, None where it was not
+    called.
     """
-    lse, tiles = call.lse, call.tiles
-    divided = call.grid - cut.whole
-    # Without tickets no block is written, and without sums none is read, so any pointers do.
-    written = (lse, lse, lse) if tickets is None else call.memory_of_blocks(divided, call.stored)
+    plan, lse, tiles, tables = call.plan, call.lse, call.tiles, call.tables
+    divided = plan.divided
+    # Where no tile is divided no block is written, and without sums none is read: any pointers do.
+    written, tickets = (lse, lse, lse), tiles
+    if divided:
+        # One for each divided tile, zeros before and after.
+        tickets = call.layout.tickets(call.q.device, divided)
+        written = call.memory_of_blocks(divided, plan.stored)
     shared = (tiles, lse, lse, lse)
-    if sums is not None and call.shared is not None:
-        shared = (call.shared.keys, *sums)
+    if sums is not None and tables.shared is not None:
+        shared = (tables.shared.keys, *sums)
+    schedule = plan.schedule
     attention_decode_kernel[(cut.programs,)](
-        call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
-        tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor,
-        call.block_table.shape[1], call.most_blocks, cut.whole, divided, *call.operand_strides,
-        *call.result_strides, KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored,
-        KEYS=call.keys, HEAD_DIM=call.head_dim, DIM=hopper_columns(call.head_dim), FOLDED=call.dim,
-        BLOCK=call.block_size, WINDOWED=call.windowed, SHARED=sums is not None,
-        WHOLE=cut.whole > 0, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
-        FLOATS=floats_for(schedule.resident), SETTLED=call.settled,
-        num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
-        launch_cooperative_grid=slices > 1, **OPTIONS,
+        call.q, call.k, call.v, call.out, lse, *written, tickets, tiles, *call.numbers,
+        tables.block_table, *shared, call.reach, call.factor, tables.block_table.shape[1],
+        plan.most_blocks, cut.whole, divided, *call.operand_strides, *call.result_strides,
+        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=plan.stored, KEYS=plan.keys,
+        HEAD_DIM=call.head_dim, DIM=plan.columns, FOLDED=plan.columns, BLOCK=call.block_size,
+        WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0, SPLIT=divided > 0,
+        RING=schedule.ring, SLICES=plan.slices, FLOATS=floats_for(schedule.resident),
+        SETTLED=call.layout.settled, num_warps=WARPS.value,
+        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
+        launch_cooperative_grid=plan.slices > 1, **OPTIONS,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode import (
     REGISTERS,
     block_product,
@@ -37,8 +36,8 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
 )
 from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, row_buffers
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, WARPS, thread_barrier
-from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block
-from rl_consistency.kernels.attention.shared_keys import SharedTables
+from rl_consistency.kernels.attention.schedules import PER_CALL, key_block
+from rl_consistency.kernels.attention.tiles_triton import ForwardCall
 
 KEYS = gl.constexpr(key_block(128))
 
@@ -161,37 +160,28 @@ def attention_prefix_kernel(
         )  # fmt: skip
 
 
-def attention_prefix_fwd(
-    call: ForwardCall,
-    shared: SharedTables,
-    schedule: Schedule,
-    tiles: int,
-    programs: int,
-    tickets: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_prefix_fwd(call: ForwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fp32 m [T, H], lanes [T, H, 8] and acc [T, H, D] after the shared keys; other rows' places
-    are not written.
-
-    A run's rows take up to `tiles` tiles of `schedule.rows`. `tickets` [runs * tiles * KV heads]
-    are zeros before and after; None means that one program folds a tile's blocks, and more of
-    them need tiles of 16 rows.
-    """
+    are not written."""
+    shared, plan, tables = call.tables.shared, call.plan.shared, call.tables
+    assert shared is not None and plan is not None
     rows, heads, dim = call.q.shape
     m, lanes, acc = (
         torch.empty(rows, heads, *shape, dtype=torch.float32, device=call.q.device)
         for shape in ((), (8,), (dim,))
     )
-    grid = shared.runs.shape[0] * tiles * call.kv_heads
-    written = (call.lse, call.lse, call.lse)
-    if tickets is not None:
-        written = call.memory_of_blocks(grid, schedule.rows)
-    attention_prefix_kernel[(grid, programs)](
-        call.q, call.k, call.v, m, lanes, acc, *written,
-        shared.runs if tickets is None else tickets,
-        shared.runs, *call.numbers[:2], call.block_table, call.factor, call.block_table.shape[1],
-        call.most_blocks, *call.operand_strides, KV_HEADS=call.kv_heads, GROUP=call.group,
-        ROWS=schedule.rows, TILES=tiles, DIM=dim, BLOCK=call.block_size,
-        SPLIT=tickets is not None, RING=schedule.ring, num_warps=WARPS.value,
-        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True, **OPTIONS,
+    grid = shared.runs.shape[0] * plan.tiles * call.kv_heads
+    written, tickets = (call.lse, call.lse, call.lse), shared.runs
+    if plan.programs > 1:
+        # One for each tile and KV head, zeros before and after. Only tiles of 16 rows are split.
+        tickets = call.layout.tickets(call.q.device, grid)
+        written = call.memory_of_blocks(grid, plan.schedule.rows)
+    attention_prefix_kernel[(grid, plan.programs)](
+        call.q, call.k, call.v, m, lanes, acc, *written, tickets, shared.runs, *call.numbers[:2],
+        tables.block_table, call.factor, tables.block_table.shape[1], call.plan.most_blocks,
+        *call.operand_strides, KV_HEADS=call.kv_heads, GROUP=call.group, ROWS=plan.schedule.rows,
+        TILES=plan.tiles, DIM=dim, BLOCK=call.block_size, SPLIT=plan.programs > 1,
+        RING=plan.schedule.ring, num_warps=WARPS.value,
+        maxnreg=min(REGISTERS // plan.schedule.resident, 255), launch_pdl=True, **OPTIONS,
     )  # fmt: skip
     return m, lanes, acc

@@ -14,7 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.forward_consumer import consume
 from rl_consistency.kernels.attention.hopper.forward_producer import (
     CONSUMER_ROWS,
@@ -25,8 +24,8 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
 from rl_consistency.kernels.attention.hopper.forward_tiles import Deal
 from rl_consistency.kernels.attention.hopper.head_parts import buffers, parts_of
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, barriers, head_descriptor
-from rl_consistency.kernels.attention.layout import AttentionLayout
-from rl_consistency.kernels.attention.schedules import PER_CALL, hopper_columns
+from rl_consistency.kernels.attention.schedules import PER_CALL
+from rl_consistency.kernels.attention.tiles_triton import ForwardCall
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
 
@@ -107,30 +106,29 @@ def attention_hopper_kernel(
     )  # fmt: skip
 
 
-def attention_hopper_fwd(call: ForwardCall, layout: AttentionLayout, window: int | None) -> None:
+def attention_hopper_fwd(call: ForwardCall) -> None:
     """Fill o and lse for tiles of 128 rows."""
-    q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
-    dim = hopper_columns(call.head_dim)
-    tokens, heads, queries = call.keys, 1, k
+    q, k, v, keys, dim = call.q, call.k, call.v, call.plan.keys, call.plan.columns
+    tokens, heads, queries = keys, 1, k
     if CONSUMER_ROWS.value % call.group == 0:
         tokens, heads, queries = CONSUMER_ROWS.value // call.group, call.group, q
     boxes = [
         (
             head_descriptor(queries, tokens, heads, columns),
-            head_descriptor(k, call.keys, 1, columns),
-            head_descriptor(v, call.keys, 1, value_parts(dim)[i][1]),
+            head_descriptor(k, keys, 1, columns),
+            head_descriptor(v, keys, 1, value_parts(dim)[i][1]),
         )
         for i, (_, columns) in enumerate(parts_of(dim))
     ]
     boxes, rest = [*boxes, (None, None, None)][:2]
-    programs = call.grid
-    if layout.longest_context <= SHORT_KEYS:
+    programs = call.plan.tiles
+    if call.layout.longest_context <= SHORT_KEYS:
         # A program loads the next of several short tiles while it stores the last one.
         programs = min(programs, sm_count(q.device))
-    deal = Deal(layout, call.group, call.kv_heads, call.keys, window, programs)
+    deal = Deal(call.layout, call.group, call.kv_heads, keys, call.window, programs)
     attention_hopper_kernel[(programs,)](
-        q, v, out, lse, *boxes, *rest, deal.on(q.device), call.grid, *call.numbers, call.reach,
-        call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
+        q, v, call.out, call.lse, *boxes, *rest, deal.on(q.device), call.plan.tiles, *call.numbers,
+        call.reach, call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
         GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim, WINDOWED=call.windowed, num_warps=4,
         maxnreg=168, **OPTIONS,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import InterruptedSequences
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import (
     attention_gradients_into,
@@ -113,7 +112,7 @@ class CapturedLayers:
             return _Attention.apply(q, k, v, seam, {"scale": scale, "window": window})
 
         cos, sin = (angle.rows[0] for angle in self._angles)
-        return layers(self._leaf, LayerCall((cos, sin), InterruptedSequences.by(attend)))
+        return layers(self._leaf, LayerCall((cos, sin), PackedSequences.interrupted(attend)))
 
     def _go_backward(self, result: Tensor) -> Tensor:
         # For parameters autograd would wait for the streams that they were used on. Without asking

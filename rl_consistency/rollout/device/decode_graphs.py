@@ -17,10 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    SequenceTables,
+    SharedRun,
+    SharedTables,
+    shared_arrays,
+)
 from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
-from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.captured.graph_pieces import no_garbage_collection
 from rl_consistency.numerics.strict import current, is_canonical

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PagedAttention,
+    SharedRun,
+)
 from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead
 from rl_consistency.models.forward import (
     layer_parameters,

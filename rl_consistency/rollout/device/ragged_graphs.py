@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import Attend, InterruptedAttention
-from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.layout import Attend, CapturedPagedAttention, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of
@@ -111,7 +110,7 @@ class PaddedCall:
             "kept_in": state.dummy_slot,
         }
         self._layout = partial(
-            InterruptedAttention.of,
+            CapturedPagedAttention.interrupted,
             used=self._inputs["used"],
             slot_mapping=self.places,
             key_cache=cache.keys,

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_consistency.kernels.attention.forward_plan import AlikeSequences, plan_forward
+from rl_consistency.kernels.attention.layout import AlikeSequences
+from rl_consistency.kernels.attention.schedules import plan_forward
 from rl_consistency.models.forward import attention_windows
 from rl_consistency.numerics.strict import is_canonical
 from rl_consistency.rollout.device.ragged_call import RaggedShape

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
+from rl_consistency.kernels.attention.layout import SHARED_BLOCK
 from rl_consistency.kernels.core.compile_ahead import use_workers
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.device.decode_graphs import buckets_up_to, width_for

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SHARED_BLOCK, SharedRun
+from rl_consistency.kernels.attention.layout import MOST_SHARERS, SHARED_BLOCK, SharedRun
 
 LEAST_SHARE = 8
 """A step shares keys if one in so many need not be read again; else it is not worth a graph."""

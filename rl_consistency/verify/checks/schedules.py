@@ -17,13 +17,14 @@ from rl_consistency.cases.token_logprobs import KINDS, head_probe, sampling_in_t
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.layout import (
+    MOST_SHARERS,
     AttentionLayout,
     PackedSequences,
     PagedAttention,
+    SharedRun,
 )
-from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SharedRun
+from rl_consistency.kernels.attention.schedules import Cut
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
@@ -225,12 +226,12 @@ def _compare_attention(
     shape: Heads,
     layout: AttentionLayout,
     operands: tuple[Tensor, Tensor, Tensor],
-    table: tuple[attention_schedules.Schedule, ...],
+    table: tuple[attention_schedules.AttentionSchedule, ...],
 ) -> None:
     settings = (layout, shape.scale, shape.window)
     few = max(layout.query_lens) * (shape.heads // shape.kv_heads) <= 64
 
-    def attended(choice: tuple[attention_schedules.Schedule, int | Cut]) -> Tensor:
+    def attended(choice: tuple[attention_schedules.AttentionSchedule, int | Cut]) -> Tensor:
         schedule, programs = choice
         dealt: dict[str, Any] = {
             "cut" if isinstance(programs, Cut) else "programs_per_tile": programs
@@ -241,7 +242,7 @@ def _compare_attention(
     # Few rows may have their keys spread over several programs.
     entries = attention_schedules.forward_entries(table, operands[0].dtype)
     admitted = [s for s in entries if attention_schedules.admits(s, layout, *operands)]
-    choices: list[tuple[attention_schedules.Schedule, int | Cut]]
+    choices: list[tuple[attention_schedules.AttentionSchedule, int | Cut]]
     choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
     group = shape.heads // shape.kv_heads
     for s in admitted:
@@ -274,7 +275,7 @@ def _compare_shared(
         return
     layouts = [alike, replace(alike, shared_runs=[SharedRun(0, count, keys - 1)])]
 
-    def attended(choice: tuple[int, attention_schedules.Schedule | None]) -> Tensor:
+    def attended(choice: tuple[int, attention_schedules.AttentionSchedule | None]) -> Tensor:
         which, schedule = choice
         found = attention_triton.attention_fwd(
             q[:count], k, v, layouts[which], shape.scale, None, shared_schedule=schedule
@@ -293,7 +294,7 @@ def _compare_backward(
     out, lse = attention_triton.attention_fwd(*operands, *settings)
     do = operands[0]
 
-    def gradients(choice: tuple[str, attention_schedules.Schedule]) -> Tensor:
+    def gradients(choice: tuple[str, attention_schedules.AttentionSchedule]) -> Tensor:
         name, schedule = choice
         chosen: dict[str, Any] = {name: schedule}
         found = attention_backward_triton.attention_bwd(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.experts.op import experts

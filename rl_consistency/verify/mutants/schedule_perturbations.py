@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
+from rl_consistency.kernels.attention.tiles_triton import BackwardCall
 from rl_consistency.kernels.experts import few_rows_triton as expert_few_rows_triton
 from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
 from rl_consistency.kernels.experts import products_triton as expert_products_triton
@@ -253,8 +255,6 @@ def _some_entries(
 @mutant(
     "backward in one kernel", cuda="C1 schedules: attention", at=(substituted, attention_hopper_bwd)
 )
-def one_kernel_backward_rounds_once_more(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> None:
+def one_kernel_backward_rounds_once_more(call: BackwardCall) -> None:
     """The kernel for all three gradients reads the log-sum-exp rounded to bf16."""
-    attention_hopper_bwd(do, q, k, v, out, lse.bfloat16().to(lse.dtype), *rest)
+    attention_hopper_bwd(replace(call, lse=call.lse.bfloat16().to(call.lse.dtype)))

@@ -12,8 +12,8 @@ pytest.importorskip("wandb", reason="wandb is an optional extra")
 import wandb
 
 from rl_consistency.integrations.wandb_drift import ALERT, HISTOGRAM_KEYS, WORST_TOKENS
+from rl_consistency.parity.drift import WorstToken
 from rl_consistency.parity.foreign_drift import DEFINITIONS
-from rl_consistency.parity.worst_tokens import WorstToken
 from tests.integrations.trainers import grpo, logged, sft
 from tests.trainers.tracking.wandb_file import records
 
@@ -54,7 +54,7 @@ def test_a_trainer_that_drifts_shows_histograms_worst_tokens_and_an_alert(
         assert difference != 0
     alerts = [record.alert for record in found if record.HasField("alert")]
     assert [alert.title for alert in alerts] == [ALERT] * 2
-    assert "other logprobs in training than in generation" in alerts[0].text
+    assert "other logprobs in training than in rollout" in alerts[0].text
 
 
 def test_an_attached_trainer_shows_equal_tokens_and_no_alert(directory, offline, attach):

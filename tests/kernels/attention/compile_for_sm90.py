@@ -17,11 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
-from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
+from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SharedRun
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
-from rl_consistency.kernels.attention.schedules import DECODE_LAST
-from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.attention.schedules import DECODE_LAST, Cut
 from rl_consistency.kernels.core.remembered_launch import Remembered
 
 SHARED = 227 << 10

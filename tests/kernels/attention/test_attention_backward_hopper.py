@@ -12,7 +12,7 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
 )
 from rl_consistency.kernels.attention.hopper.head_parts import parts_of
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import chain_bytes, hopper_columns
+from rl_consistency.kernels.attention.schedules import chain_bytes, padded
 
 
 def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence():
@@ -35,7 +35,7 @@ def test_boxes_of_the_chains_are_a_tile_and_all_tiles_fit(dim, lens):
 
 @pytest.mark.parametrize("head_dim", [48, 64, 65, 80, 81, 96, 97, 128])
 def test_parts_hold_all_columns_of_a_head_and_buffers_can_have_as_many(head_dim):
-    dim, end = hopper_columns(head_dim), 0
+    dim, end = padded(head_dim), 0
     for first, columns in parts_of(dim):
         assert first == end and columns.bit_count() == 1
         # Rows of a box of the chains.

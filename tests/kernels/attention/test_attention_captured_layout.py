@@ -5,8 +5,11 @@ from dataclasses import fields
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PagedAttention, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PagedAttention,
+    SequenceTables,
+)
 
 CACHE = [torch.zeros(4, 4, 1, 16)]
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention import forward_plan
-from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import op as cpu
-from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
+from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.hopper.backward import statistics_of
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_reference
 from rl_consistency.kernels.attention.schedules import (
@@ -23,7 +22,7 @@ from rl_consistency.kernels.attention.schedules import (
     PREFILL,
     PREFILL_HOPPER,
     SEVEN_PRODUCTS,
-    Schedule,
+    AttentionSchedule,
     key_block,
     pick_specialized,
 )
@@ -39,7 +38,7 @@ LENGTHS = (1, 140, 33)
 """Within one block of 128 keys, and over two."""
 STARTS, ROWS = (16, 48, 224), 272
 """16 rows of no sequence before each, and some at the end."""
-SMALL = Schedule(rows=16, warps=2, stages=1)
+SMALL = AttentionSchedule(rows=16, warps=2, stages=1)
 
 CASES = [
     # dtype, head_dim, query heads, KV heads, window
@@ -169,7 +168,7 @@ def test_chunks_and_decode_match_the_cpu_schedule(cut, programs, window):
 def test_tiles_and_programs_give_the_same_bytes():
     q, k, v, _, layout = packed(torch.bfloat16)
     call = (q, k, v, layout, 32**-0.5, None)
-    whole = attention_fwd(*call, schedule=Schedule(rows=64, warps=4, stages=2))
+    whole = attention_fwd(*call, schedule=AttentionSchedule(rows=64, warps=4, stages=2))
     assert same_bytes(attention_fwd(*call, schedule=SMALL), whole)
     alone, spread = (paged_rows(last_alone, programs) for programs in (1, 2))
     assert all(map(same_bytes, alone, spread))
@@ -320,12 +319,12 @@ def test_the_key_block_depends_on_the_head_size_alone():
 def test_another_key_block_fails_the_same_check(monkeypatch):
     q, k, v, _, layout = packed(torch.bfloat16)
     whole = attention_fwd(q, k, v, layout, 32**-0.5, None)
-    monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
+    monkeypatch.setattr(attention_schedules, "key_block", lambda head_dim: 64)
     assert not same_bytes(attention_fwd(q, k, v, layout, 32**-0.5, None), whole)
 
 
 def test_a_device_of_little_shared_memory_is_named(monkeypatch):
-    monkeypatch.setattr(forward_plan, "shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(attention_schedules, "shared_memory", lambda device: 99 << 10)
     q, k = torch.zeros(80, 2, 128), torch.zeros(80, 2, 128)
     layout = PackedSequences.of([0], [80])
     with pytest.raises(ValueError, match="float32 with head_dim 128 needs 136 KB .* has 99 KB"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_consistency.kernels.attention.hopper import decode
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut, cut_for
+from rl_consistency.kernels.attention.schedules import Cut, cut_for
 
 FORMS = [(7, Cut(7, 7)), (7, Cut(0, 21)), (7, Cut(0, 17)), (7, Cut(0, 7)), (7, Cut(4, 11))]
 FORMS += [(7, Cut(4, 13)), (7, Cut(6, 19)), (1, Cut(0, 5)), (330, Cut(264, 528)), (56, Cut(0, 132))]

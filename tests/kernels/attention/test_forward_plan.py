@@ -6,37 +6,37 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_consistency.kernels.attention import decode_triton, forward_plan
+from rl_consistency.kernels.attention import forward_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.forward_plan import (
-    NARROWEST,
-    AlikeSequences,
-    decode_cut,
-    pick_forward,
-    plan_forward,
-    programs_for,
-    reads_once,
-    seen_blocks,
-    slices_for,
-)
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
 from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
-from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
+from rl_consistency.kernels.attention.layout import (
+    AlikeSequences,
+    PackedSequences,
+    PagedAttention,
+    SharedRun,
+)
 from rl_consistency.kernels.attention.schedules import (
     DECODE_CROWDED,
     DECODE_DEEP,
     DECODE_LAST,
     DECODE_POINTERS,
     DECODE_SPREAD,
+    NARROWEST,
     PREFILL_DESCRIPTORS,
     PREFILL_HOPPER,
     PREFILL_WIDE_DESCRIPTORS,
+    Cut,
+    decode_cut,
     key_block,
     padded,
+    plan_forward,
+    programs_for,
+    reads_once,
+    seen_blocks,
+    slices_for,
 )
-from rl_consistency.kernels.attention.shared_keys import SharedRun
 
 MULTIPROCESSORS = 132
 SHARED, RESERVED = 228 << 10, 1 << 10
@@ -46,7 +46,7 @@ SHARED, RESERVED = 228 << 10, 1 << 10
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """An H200, by what it says of itself."""
-    monkeypatch.setattr(forward_plan, "sm_count", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(attention_schedules, "sm_count", lambda device: MULTIPROCESSORS)
     monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
 
 
@@ -68,7 +68,7 @@ def picked(contexts, queries=1, heads=32, head_dim=128):
     layout = paged(contexts, queries, head_dim)
     cache = layout.key_cache[0][0]
     q = torch.empty(len(contexts) * queries, heads, head_dim, dtype=torch.bfloat16)
-    return pick_forward(q, cache, cache, layout, queries * heads // 8)
+    return plan_forward(q, cache, cache, layout).schedule
 
 
 def cut_of(contexts, **how):
@@ -113,15 +113,14 @@ def test_divided_heads_of_64_that_fill_the_device_more_than_twice_run_three_at_a
 def test_heads_of_48_to_256_are_prefilled_with_specialised_warps_where_rows_are_aligned(
     head_dim, monkeypatch
 ):
-    for module in (attention_schedules, forward_plan):
-        monkeypatch.setattr(module, "has_tma", lambda device: True)
-        monkeypatch.setattr(module, "shared_memory", lambda device: SHARED - RESERVED)
+    monkeypatch.setattr(attention_schedules, "has_tma", lambda device: True)
+    monkeypatch.setattr(attention_schedules, "shared_memory", lambda device: SHARED - RESERVED)
     layout = PackedSequences.of([0, 300], [300, 40])
 
     def picks(padding):
         rows = torch.empty(340, 8, head_dim + padding, dtype=torch.bfloat16)
         q, k, v = rows[..., :head_dim], rows[:, :2, :head_dim], rows[:, :2, :head_dim]
-        return pick_forward(q, k, v, layout, 300 * 4)
+        return plan_forward(q, k, v, layout).schedule
 
     others = PREFILL_WIDE_DESCRIPTORS if head_dim > 128 else PREFILL_DESCRIPTORS
     assert picks(0) == picks(16) == PREFILL_HOPPER
@@ -135,7 +134,7 @@ def test_more_tiles_than_multiprocessors_do_not():
 
 def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
     assert programs_for(8, 256, 4, 128, 132) == 16
-    monkeypatch.setattr(forward_plan, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
+    monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 137 * 4 - 1)
     assert programs_for(8, 256, 4, 128, 132) == 1
     assert picked([32768]) == DECODE_LAST
     assert cut_of([32768], read_once=False) == Cut.even(8, 1)
@@ -215,7 +214,7 @@ def test_programs_that_share_a_tile_keep_its_factors_in_tensors_of_their_own(mon
     launched = {}
     for name in ("attention_block_kernel", "attention_combine_kernel"):
         kernel = defaultdict(lambda name=name: lambda *a, **_: launched.update({name: a}))
-        monkeypatch.setattr(decode_triton, name, kernel)
+        monkeypatch.setattr(forward_triton, name, kernel)
     layout = paged([1300], head_dim=32)
     cache = torch.empty(16, 3, 32)
     attention_fwd(torch.empty(1, 3, 32), cache, cache, layout, 1.0, None, programs_per_tile=2)
@@ -239,7 +238,7 @@ RESIDENT = [
     *((DECODE_SPREAD, 2, dim) for dim in (64, 128, 256)),
     *((DECODE_LAST, 2, dim) for dim in (64, 128, 256)),
     *((DECODE_DEEP, 1, dim) for dim in (64, 128, 256)),
-    *((DECODE_CROWDED, 3, dim) for dim in (64, 80)),
+    *((DECODE_CROWDED, 3, dim) for dim in (64,)),
 ]
 """Rings, and how many of their programs the cuts of decode count on, by columns of a head."""
 

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    PagedAttention,
+    SequenceTables,
+    SharedRun,
+    SharedTables,
+    shared_arrays,
+)
 from rl_consistency.kernels.attention.schedules import (
     SHARED,
     SHARED_DEEP,
@@ -13,7 +20,6 @@ from rl_consistency.kernels.attention.schedules import (
     SPLIT_ROWS,
     pick_shared,
 )
-from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
 
 CPU = torch.device("cpu")
 CACHE = [torch.zeros(9, 4, 1, 16)]

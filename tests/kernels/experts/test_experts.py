@@ -5,8 +5,11 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    SequenceTables,
+)
 from rl_consistency.kernels.experts import cpu
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu

@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SharedRun
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_consistency.kernels.attention import forward_plan, schedules
-from rl_consistency.kernels.attention.forward_plan import plan_forward
+from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.schedules import plan_forward
 from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import rollout_bounds
@@ -28,10 +28,9 @@ BOUNDS = [(40, 600, 512), (256, 8192, 4096), (64, 2048, 40960)]
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """An H200, by what it says of itself."""
-    monkeypatch.setattr(forward_plan, "sm_count", lambda device: 132)
-    for module in (forward_plan, schedules):
-        for name in ("has_tma", "has_wgmma"):
-            monkeypatch.setattr(module, name, lambda device: True, raising=False)
+    monkeypatch.setattr(schedules, "sm_count", lambda device: 132)
+    for name in ("has_tma", "has_wgmma"):
+        monkeypatch.setattr(schedules, name, lambda device: True)
 
 
 def bounds_of(sequences, tokens, longest):
@@ -113,7 +112,7 @@ def test_few_numbers_of_sequences_would_leave_kernels_out(monkeypatch):
 
 def test_stock_attention_has_no_kernel_of_ours(monkeypatch):
     """Nor is it refused where ours would not fit the device."""
-    monkeypatch.setattr(forward_plan, "shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(schedules, "shared_memory", lambda device: 99 << 10)
     monkeypatch.setattr(rollout_bounds, "attention_windows", lambda model: [None])
     cache, bounds = cache_of(8, 128).float(), bounds_of(40, 600, 512)
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=16))

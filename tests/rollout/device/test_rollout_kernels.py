@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
+from rl_consistency.kernels.attention.layout import SHARED_BLOCK
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.models import decoder, modules

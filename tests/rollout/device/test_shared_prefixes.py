@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SHARED_BLOCK, SharedRun
+from rl_consistency.kernels.attention.layout import MOST_SHARERS, SHARED_BLOCK, SharedRun
 from rl_consistency.rollout.device import shared_prefixes
 from rl_consistency.rollout.device.shared_prefixes import SharedPrefixes, arranged, most_runs
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.histograms import drift_histograms
+from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.localized_drift import Mismatch
 from rl_consistency.trainers.metric_reference import references
 from rl_consistency.trainers.tracking import wandb_tracker
 from rl_consistency.trainers.tracking.console import ConsoleTable
@@ -199,7 +199,7 @@ def test_wandb_shows_drift_as_histograms_a_table_an_artifact_and_an_alert(tmp_pa
     bundle = tmp_path / "bundle"
     bundle.mkdir()
     (bundle / LOCALIZATION).write_text('{"first": "attention"}')
-    mismatches = [None, Mismatch(ROLLOUT, TRAINING, "2 of 3 tokens", bundle)]
+    mismatches = [None, Mismatch(ROLLOUT.samples(TRAINING), "2 of 3 tokens", bundle)]
     tracker = WandbTracker(
         "project",
         directory=tmp_path,

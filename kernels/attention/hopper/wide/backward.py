@@ -8,57 +8,40 @@ operands. So scores are computed twice, as `backward_triton` does, and the bits 
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
+from rl_consistency.kernels.attention.hopper.backward import statistics_of
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, head_descriptor
 from rl_consistency.kernels.attention.hopper.wide.dkv import attention_wide_dkv_kernel
 from rl_consistency.kernels.attention.hopper.wide.dq import attention_wide_dq_kernel
-from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import LOG2E, SEVEN_PRODUCTS, padded, reach
+from rl_consistency.kernels.attention.schedules import SEVEN_PRODUCTS, padded
+from rl_consistency.kernels.attention.tiles_triton import BackwardCall
 
 
-def attention_wide_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    layout: PackedSequences,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Fill `gradients`, that is dq, dk and dv."""
-    heads, head_dim = q.shape[1:]
-    kv_heads, dim, device = k.shape[1], padded(head_dim), q.device
-    dq, dk, dv = gradients
-    tables = layout.tables(device)
-    stat_tiles, first_tiles = layout.query_tiles(device, SEVEN_PRODUCTS.rows)
-    statistics, _counters = statistics_of(do, out, lse, layout, SEVEN_PRODUCTS.rows)
-    q_desc, do_desc, k_desc, v_desc = (
-        head_descriptor(x, SEVEN_PRODUCTS.rows, 1, dim) for x in (q, do, k, v)
-    )
+def attention_wide_bwd(call: BackwardCall) -> None:
+    """Fill dq, dk and dv."""
+    do, q, k, v, dq, dk, dv = call.do, call.q, call.k, call.v, call.dq, call.dk, call.dv
+    heads, dim, device, rows = q.shape[1], padded(call.head_dim), q.device, SEVEN_PRODUCTS.rows
+    stat_tiles, first_tiles = call.layout.query_tiles(device, rows)
+    statistics, _counters = statistics_of(do, call.out, call.lse, call.layout, rows)
+    q_desc, do_desc, k_desc, v_desc = (head_descriptor(x, rows, 1, dim) for x in (q, do, k, v))
     numbers = (
-        first_tiles, tables.query_start, tables.query_len, reach(window), len(stat_tiles),
-        scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2],
+        first_tiles, call.tables.query_start, call.tables.query_len, call.reach, len(stat_tiles),
+        call.factor, call.scale, *k.stride()[:2], *v.stride()[:2],
     )  # fmt: skip
     shared = {
-        "GROUP": heads // kv_heads,
-        "HEAD_DIM": head_dim,
+        "GROUP": call.group,
+        "HEAD_DIM": call.head_dim,
         "DIM": dim,
-        "WINDOWED": window is not None,
+        "WINDOWED": call.windowed,
         "maxnreg": 168,
         **OPTIONS,
     }
-    tiles = layout.tiles(device, 1, 2 * SEVEN_PRODUCTS.rows)
+    tiles = call.layout.tiles(device, 1, 2 * rows)
     attention_wide_dq_kernel[(len(tiles) * heads,)](
         k, v, statistics, dq, q_desc, do_desc, k_desc, v_desc, tiles, *numbers, *dq.stride()[:2],
         HEADS=heads, num_warps=4, **shared,
     )  # fmt: skip
-    tiles = layout.key_tiles(device, SEVEN_PRODUCTS.keys)
-    attention_wide_dkv_kernel[(len(tiles) * kv_heads,)](
+    tiles = call.layout.key_tiles(device, SEVEN_PRODUCTS.keys)
+    attention_wide_dkv_kernel[(len(tiles) * call.kv_heads,)](
         k, v, statistics, dk, dv, q_desc, do_desc, tiles, *numbers, *dk.stride()[:2],
-        *dv.stride()[:2], KV_HEADS=kv_heads, num_warps=8, **shared,
+        *dv.stride()[:2], KV_HEADS=call.kv_heads, num_warps=8, **shared,
     )  # fmt: skip

@@ -8,13 +8,12 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper import backward_programs
 from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
     PackedSequences,
     SequenceTables,
 )
@@ -380,6 +379,6 @@ def test_another_key_block_at_decode_fails_the_same_check(monkeypatch):
     expected = at_edges(among(MAIN)[0])
     # The ring of buffers is made for one block of keys.
     schedule = next(s for s in DECODE if not s.ring)
-    monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
+    monkeypatch.setattr(attention_schedules, "key_block", lambda head_dim: 64)
     assert not all_same(decoded(MAIN, schedule=schedule), expected)
     assert not all_same(decoded(MAIN, schedule=schedule, programs_per_tile=1), expected)

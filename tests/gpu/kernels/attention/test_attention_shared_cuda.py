@@ -7,15 +7,20 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
-from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    PagedAttention,
+    SequenceTables,
+    SharedRun,
+    SharedTables,
+    shared_arrays,
+)
 from rl_consistency.kernels.attention.schedules import DECODE_DEEP as DEEP
 from rl_consistency.kernels.attention.schedules import DECODE_LAST as LAST
 from rl_consistency.kernels.attention.schedules import DECODE_SPREAD as SPREAD
-from rl_consistency.kernels.attention.schedules import SHARED, SHARED_LOW
-from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
+from rl_consistency.kernels.attention.schedules import SHARED, SHARED_LOW, Cut
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.verify.checks.attention import SCORE_SCALE

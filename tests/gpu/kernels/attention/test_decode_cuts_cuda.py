@@ -6,10 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper.decode_cut import Cut
-from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
 from rl_consistency.kernels.attention.schedules import (
     DECODE,
     DECODE_CROWDED,
@@ -17,6 +15,7 @@ from rl_consistency.kernels.attention.schedules import (
     DECODE_LAST,
     DECODE_POINTERS,
     DECODE_SPREAD,
+    Cut,
 )
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.core.device import has_wgmma

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
+from rl_consistency.kernels.attention.layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    SequenceTables,
+)
 from rl_consistency.kernels.experts import cuda
 from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference

@@ -1,0 +1,170 @@
+"""The drift monitor: what rollout and training gave for the same tokens, compared, counted, kept.
+
+The trainers' loop feeds it through `ConsistencyHook`, trainers of TRL through `attach`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.models.scoring.scored_rows import Sampling
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.drift import (
+    DriftReport,
+    DriftTotals,
+    Sample,
+    WorstToken,
+    compare_logprobs,
+    mismatched_sequences,
+    worst_tokens,
+)
+from rl_consistency.parity.foreign_drift import check_known, foreign_drift
+from rl_consistency.parity.histograms import drift_histograms
+from rl_consistency.parity.localize import localized
+from rl_consistency.parity.replay import save_replay_bundle
+
+FIRST, LATER = "consistency", "off_policy"
+"""Prefixes of what is logged: of the first update on a rollout, whose weights are those that
+sampled it, and of later updates, which differ by design."""
+
+Routing = tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]
+"""Of rollout and training, as `compare_logprobs` takes it."""
+
+
+class Mismatch(NamedTuple):
+    """Samples whose logprobs training did not find again, as trackers show them."""
+
+    samples: Sequence[Sample]
+    message: str
+    bundle: Path | None
+    """Where this process saved the replay bundle."""
+
+    def worst(self, decode: Callable[[list[int]], str]) -> list[WorstToken]:
+        """The tokens that differ most."""
+        return worst_tokens(self.samples, decode)
+
+
+class Seen(NamedTuple):
+    """What a process compared since it was last asked; plain data that processes exchange."""
+
+    reports: Mapping[str, Any]
+    """Prefix -> state of `DriftTotals`."""
+    counts: Counter[str]
+    """Of `drift_histograms`."""
+    samples: list[Sample]
+    """Those that differ; all, where figures of other trainers are asked for."""
+
+
+@dataclass(eq=False, kw_only=True)
+class DriftMonitor:
+    """Compares the two sides of samples, and keeps what did not match for replay."""
+
+    model: Any
+    """The patched policy, or a wrapper around it."""
+    replay_dir: Path | None
+    """Where replay bundles go; None where nothing is saved, as on a rank that sees the same as
+    another."""
+    decode: Callable[[list[int]], str] | None = None
+    """The text of token ids, for a bundle's worst tokens; None leaves their texts out."""
+    metrics_of: Sequence[str] = ()
+    """Trainers whose drift metrics are logged too: see `foreign_drift`."""
+    total: DriftTotals = field(default_factory=DriftTotals)
+    """Drift of all first updates."""
+
+    def __post_init__(self) -> None:
+        check_known(self.metrics_of)
+        self._has_localized = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since = {prefix: DriftTotals() for prefix in (FIRST, LATER)}
+        self._counts: Counter[str] = Counter()
+        self._samples: list[Sample] = []
+
+    def scored(
+        self, samples: Sequence[Sample], routing: Routing = (None, None), *, prefix: str = FIRST
+    ) -> DriftReport:
+        """Compare samples that training has scored. `routing` is that of their tokens."""
+        sides = [s.rollout for s in samples], [s.training for s in samples]
+        report = compare_logprobs(*sides, routing=routing)
+        self._since[prefix].add(report)
+        if prefix == FIRST:
+            self.total.add(report)
+            self._counts.update(drift_histograms(*sides))
+            if self.metrics_of:
+                self._samples += samples
+            elif not report.passed:
+                self._samples += [samples[i] for i in mismatched_sequences(*sides)]
+        return report
+
+    def take(self) -> Seen:
+        """What was compared since the last call."""
+        reports = {prefix: totals.state_dict() for prefix, totals in self._since.items()}
+        seen = Seen(reports, self._counts, self._samples)
+        self._forget()
+        return seen
+
+    def metrics(self, everyone: Iterable[Seen]) -> tuple[dict[str, float], Seen]:
+        """What is logged of that, with its joined counts and samples, from all processes."""
+        totals = {prefix: DriftTotals() for prefix in (FIRST, LATER)}
+        counts: Counter[str] = Counter()
+        samples: list[Sample] = []
+        for seen in everyone:
+            for prefix, state in seen.reports.items():
+                if state:
+                    totals[prefix].add(DriftReport(**state))
+            counts.update(seen.counts)
+            samples += seen.samples
+        figures: dict[str, float] = {}
+        for prefix, found in totals.items():
+            figures |= found.report.metrics(prefix) if found.report else {}
+        if self.metrics_of and samples:
+            sides = [s.rollout for s in samples], [s.training for s in samples]
+            figures |= foreign_drift(self.metrics_of, *sides)
+        return figures, Seen({p: t.state_dict() for p, t in totals.items()}, counts, samples)
+
+    def kept(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        rollout: Sequence[Tensor],
+        training: Sequence[Tensor],
+        *,
+        sampling: Sampling,
+        config: Mapping[str, Any],
+    ) -> tuple[Path | None, str]:
+        """Save the sequences that differ as a replay bundle, and localize the first bundle.
+
+        Returns its path and a sentence for the message of the mismatch: where drift begins, or why
+        that is not known. The sentence is empty for later bundles. Errors are those of
+        `save_replay_bundle`.
+        """
+        if self.replay_dir is None:
+            return None, ""
+        bundle = save_replay_bundle(
+            self.replay_dir,
+            sequences=sequences,
+            rollout_logprobs=rollout,
+            training_logprobs=training,
+            prompt_lengths=prompt_lengths,
+            config=config,
+            parameter_digest=parameter_digest(self.model),
+            fingerprint=fingerprint(_device(self.model)),
+            decode=self.decode,
+        )
+        if self._has_localized:
+            return bundle, ""
+        self._has_localized = True
+        return bundle, localized(self.model, bundle, sampling)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
