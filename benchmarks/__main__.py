@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import triton
 
 from benchmarks.distributed import distributed_suites
 from benchmarks.ops.suites import op_suites, random_op_suites
@@ -28,6 +29,7 @@ from benchmarks.suite import Suites, code_meta, measure, own_winners, run_meta, 
 from benchmarks.timing import Machine
 from benchmarks.train import named_training_suites, random_training_suites, training_suites
 from benchmarks.trl import trl_suites
+from benchmarks.tune.shipped import tune_products, write_shipped
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.json is not None:
             require_writable("--json", args.json)
-        return _accuracy(args) if args.what == "accuracy" else _measure(args)
+        return {"accuracy": _accuracy, "tune": _tune}.get(args.what, _measure)(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -88,14 +90,22 @@ def parser() -> argparse.ArgumentParser:
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
     rollout.add_argument("--against", metavar="MODE,...", help=f"of vLLM: {', '.join(MODES)}")
     commands.choices["accuracy"].add_argument("--device", default="cpu")
+    text = "products that have a faster schedule than what is shipped"
+    tune = commands.add_parser("tune", help=text, description=text, allow_abbrev=False)
+    tune.add_argument("op", choices=["matmul"])
+    tune.add_argument("--write", action="store_true", help="write them into what is shipped")
+    tune.set_defaults(json=None)
     return parser
 
 
-def _measure(args: argparse.Namespace) -> int:
-    suites = chosen_suites(args)
+def _machine() -> Machine:
     if not torch.cuda.is_available():
         raise ValueError("the benches measure an NVIDIA GPU (sm_80 or later); none is here.")
-    machine = Machine(torch.device("cuda", torch.cuda.current_device()))
+    return Machine(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _measure(args: argparse.Namespace) -> int:
+    suites, machine = chosen_suites(args), _machine()
     meta = run_meta(machine, args.command_line, args.commit)
     with own_winners(machine.device):
         rows = measure(suites, machine, meta, args.json)
@@ -133,6 +143,16 @@ def chosen_suites(args: argparse.Namespace) -> Suites:
 def _names(text: str | None) -> list[str]:
     """Names between commas, each once."""
     return [] if text is None else list(dict.fromkeys(text.split(",")))
+
+
+def _tune(args: argparse.Namespace) -> int:
+    winners = tune_products(_machine())
+    for work, winner in winners.items():
+        print(f"{work}: {winner.schedule}, {winner.us:.1f} us of {winner.default_us:.1f}")
+    if args.write:
+        names = {"torch": torch.__version__, "triton": triton.__version__}
+        write_shipped(winners, {"device": torch.cuda.get_device_name(), **names})
+    return 0
 
 
 def _accuracy(args: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ from benchmarks.rollout.generation import (
 )
 from benchmarks.rollout.workload import DecodeBytes, Workload, requests
 from benchmarks.timing import Machine, against_stock
+from rl_consistency.models.families import num_experts
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.routing import recorded_routing
-from rl_consistency.models.families import num_experts
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs

@@ -19,12 +19,14 @@ from benchmarks.suite import Case, of_seed
 from benchmarks.timing import Ceilings
 from benchmarks.train import named_training_suites, random_training_suites, training_suites
 from benchmarks.trl import trl_suites
+from benchmarks.tune.shipped import write_shipped
+from rl_consistency.kernels.core.findings import SHIPPED, Winner
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("what", ["ops", "rollout", "train"])
+@pytest.mark.parametrize("what", ["ops", "rollout", "train", "tune matmul"])
 def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
-    assert command.main([what]) == 2
+    assert command.main(what.split()) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: the benches measure an NVIDIA GPU (sm_80 or later); none is here."
     ]
@@ -135,3 +137,15 @@ def test_mixtures_of_experts_are_measured_in_suites_of_their_own():
     assert [c.shape["model"] for c in steps["training_step_sparse"]] == 2 * models[1:]
     (cases_of,) = named_rollout_suites(models[1:]).values()
     assert [case.shape["sequences"] for case in cases_of] == [1, 8, 32, 64, 256]
+
+
+def test_winners_go_over_those_that_are_shipped_and_the_rest_stays(tmp_path):
+    file = tmp_path / "shipped.json"
+    file.write_text(SHIPPED.read_text("utf-8"))
+    before = json.loads(file.read_text())
+    work = next(iter(before["winners"]))
+    write_shipped({work: Winner("another"), "matmul/new": Winner("tile")}, {"device": "G"}, file)
+    after = json.loads(file.read_text())
+    found = {work: {"schedule": "another"}, "matmul/new": {"schedule": "tile"}}
+    assert after == before | {"identity": {"device": "G"}, "winners": before["winners"] | found}
+    assert file.read_text().count("\n") < 2 * len(after["winners"])

@@ -220,7 +220,7 @@ def test_a_product_is_timed_once_its_bucket_of_rows_is_tuned(monkeypatch):
 
     def tuned(works, bench, store, *, clock):
         seen.extend(work.shape["m"] for work in works)
-        return type("Report", (), {"struck": {}})
+        return type("Report", (), {"withdrawn": {}})
 
     monkeypatch.setattr(dense, "tune_works", tuned)
     assert tuned_product("nt", Machine(), 17, 48, 32)["ours_us"] > 0 and seen == [32]

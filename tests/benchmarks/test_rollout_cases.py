@@ -17,9 +17,9 @@ from benchmarks.rollout.processes import cold_start, process, tune_policy
 from benchmarks.rollout.vllm import WORKS, engine_answer, vllm_suites
 from benchmarks.rollout.workload import DecodeBytes, Workload
 from benchmarks.timing import Ceilings
+from rl_consistency.models.families import num_experts
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.routing import recorded_routing
-from rl_consistency.models.families import num_experts
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
