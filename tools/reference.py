@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_consistency.parity.metrics import METRICS
 from rl_consistency.trainers.config.learning_sections import SAMPLING_KEYS
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.metric_reference import METRICS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 METRICS_HEAD = """\
@@ -27,7 +27,7 @@ column says which value stands for the run in wandb's summary.
 push --entity E --project P` makes a page of the same panels in wandb, and `dashboard show` prints
 that page as JSON; `--trl` is for runs of TRL with `attach`, `--experts` for mixtures of experts, of
 which the report too shows rerouted tokens and the balance loss. The panels are described in
-`cli/page/panels.py`.
+`parity/metrics.py`.
 
 With `tracking.wandb` a run also shows in wandb, offline too, histograms of |training - rollout|
 (its log10; the lowest bin holds equal logprobs) and of r. Where tokens differ it shows the worst of

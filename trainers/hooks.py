@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -78,39 +78,6 @@ class GradientStep:
     """Compares them with others of the step, for leaves, ranks and shards; None: the hook does."""
 
 
-class TrainerHook(Protocol):
-    """What a training loop calls. Each method returns metrics to log with the step."""
-
-    def on_rollout(self, rollout: Rollout) -> Metrics:
-        """Completions were sampled; the weights have not changed since."""
-        ...
-
-    def on_training_logprobs(
-        self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
-    ) -> Metrics:
-        """Training recomputed the logprobs of the rollout's tokens under the same weights; in a
-        sparse model also which experts they met."""
-        ...
-
-    def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
-        """A critic gave the values of the rollout's tokens; `again` computes them under another
-        grouping. Only in PPO, before advantages are made."""
-        ...
-
-    def on_gradients(self, step: GradientStep) -> Metrics:
-        """Gradients of one optimizer step are complete and not yet clipped."""
-        ...
-
-    def on_value_gradients(self, check: Callable[[], GradientReport]) -> Metrics:
-        """The critic's gradients of a first optimizer step are complete; `check` compares them with
-        others of the same step. Only in PPO."""
-        ...
-
-    def on_step_end(self) -> Metrics:
-        """All optimizer steps on this rollout are done."""
-        ...
-
-
 COUNTED = (
     *("gradient_checks", "gradient_checks_passed", "gradient_mismatched_elements"),
     *("values_checked", "values_mismatched"),
@@ -121,6 +88,8 @@ COUNTED = (
 @dataclass(eq=False)
 class ConsistencyHook:
     """Measures drift, checks gradients, takes digests, measures the stock path.
+
+    A training loop calls its `on_` methods. Each returns metrics to log with the step.
 
     Raises: ConsistencyError when the fingerprints of the two sides differ, or on drift.
     """
@@ -178,6 +147,7 @@ class ConsistencyHook:
         self._digests: dict[str, str | dict[str, str]] = {}
 
     def on_rollout(self, rollout: Rollout) -> Metrics:
+        """Completions were sampled; the weights have not changed since."""
         self._rollout, self._digests = rollout, {}
         if rollout.step == 1:
             self._digests["initial_weights"] = self._timed(each_digest, self.model)
@@ -189,6 +159,8 @@ class ConsistencyHook:
     def on_training_logprobs(
         self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
     ) -> Metrics:
+        """Training recomputed the logprobs of the rollout's tokens under the same weights; in a
+        sparse model also which experts they met."""
         rollout = self._current
         samples = rollout.samples(logprobs)
         report = self.monitor.scored(samples, (rollout.routing, routing))
@@ -221,6 +193,8 @@ class ConsistencyHook:
         return metrics
 
     def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
+        """A critic gave the values of the rollout's tokens; `again` computes them under another
+        grouping. Only in PPO, before advantages are made."""
         step = self._current.step
         self._digests["values"] = self._timed(list_digest, values)
         if not self._due(self.value_check_every, step):
@@ -244,6 +218,7 @@ class ConsistencyHook:
         return metrics
 
     def on_gradients(self, step: GradientStep) -> Metrics:
+        """Gradients of one optimizer step are complete and not yet clipped."""
         if not step.first_of_step:
             return {}
         if (gradients := step.gradients) is None:
@@ -256,10 +231,13 @@ class ConsistencyHook:
         return metrics
 
     def on_value_gradients(self, check: Callable[[], GradientReport]) -> Metrics:
+        """The critic's gradients of a first optimizer step are complete; `check` compares them with
+        others of the same step. Only in PPO."""
         due = self._due(self.gradient_check_every, self._current.step)
         return self._compared("critic_gradient_check", check, "critic: ") if due else {}
 
     def on_step_end(self) -> Metrics:
+        """All optimizer steps on this rollout are done."""
         step, self._rollout = self._current.step, None
         self._digests["weights"] = self._timed(each_digest, self.model)
         metrics: Metrics = {"time/digest_seconds": self._digest_seconds}

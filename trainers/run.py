@@ -81,9 +81,8 @@ from rl_consistency.trainers.run_directory.summary import (
     write_summary,
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
-from rl_consistency.trainers.tracking.run_output import RunOutput
 from rl_consistency.trainers.tracking.tracked_steps import take_steps
-from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
+from rl_consistency.trainers.tracking.trackers import RunOutput, TrackerSet, trackers_of
 from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
 from rl_consistency.trainers.warm_start import fifths_told, targets_of, warm_start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -74,28 +75,32 @@ def rotary_case(
 
 
 def glu_cases(setting: Setting) -> Iterator[Case]:
-    """Each gated activation."""
+    """Each gated activation; of odd widths too, whose rows begin anywhere in a vector."""
     stock = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-    width = setting.shapes.glu_width if setting.real else 208
+    own = setting.shapes.glu_width
+    judged, *odd = [own] if setting.real else [208, own]
     # Three outliers multiplied together must fit fp16; a wide layer has larger ones.
     divisor = 64 if setting.real else 32
 
-    def draw(rows: int, seed: int) -> tuple[Tensor, ...]:
+    def draw(rows: int, seed: int, width: int) -> tuple[Tensor, ...]:
         gate, up = (setting.drawn((rows, width), seed + i) for i in range(2))
         return gate, up / divisor
 
-    for activation in ACTIVATIONS:
+    def draw_dys(rows: int, seed: int, width: int) -> tuple[Tensor, ...]:
+        return (setting.drawn((rows, width), seed + 2) / divisor,)
+
+    for width, activation in product((judged, *odd), ACTIVATIONS):
         yield Case(
             op="glu",
             size=f"{width}, {activation}",
             rows=("gate", "up"),
             gradients=("gate", "up"),
-            draw=draw,
-            draw_dys=lambda rows, seed: (setting.drawn((rows, width), seed + 2) / divisor,),
+            draw=partial(draw, width=width),
+            draw_dys=partial(draw_dys, width=width),
             call=partial(glu, activation=activation),
             stock=lambda gate, up, a=activation: stock[a](gate) * up,
             reference=partial(glu_reference, activation=activation),
-            seeds=seeds(4),
+            seeds=() if width in odd else seeds(4),
         )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_consistency.cli.page.panels import Panel, Section, sections, trl_keys
+from rl_consistency.parity.metrics import Panel, Section, sections
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -36,23 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the page, or push it and print where it is."""
-    keys = trl_keys if args.trl else Panel.keys.fget
-    assert keys is not None
     shown = sections(of_experts=args.experts)
     if args.verb == "show":
-        print(json.dumps(page(workspace("", "", shown, keys)), indent=1))
+        print(json.dumps(page(workspace("", "", shown, args.trl)), indent=1))
     else:
-        print(_push(workspace(args.entity, args.project, shown, keys)))
+        print(_push(workspace(args.entity, args.project, shown, args.trl)))
     return 0
 
 
-def workspace(
-    entity: str,
-    project: str,
-    shown: Sequence[Section],
-    keys: Callable[[Panel], tuple[str, ...]],
-) -> Workspace:
-    """The page of some sections as `wandb_workspaces` has it; `keys` names a panel's metrics.
+def workspace(entity: str, project: str, shown: Sequence[Section], of_trl: bool) -> Workspace:
+    """The page of some sections as `wandb_workspaces` has it, with the names of TRL if asked for.
 
     ValueError where the package is missing.
     """
@@ -76,7 +69,9 @@ def workspace(
 
     made = []
     for section in shown:
-        found = [(panel, list(keys(panel))) for panel in section.panels]
+        found = [
+            (panel, list(panel.trl_keys if of_trl else panel.keys)) for panel in section.panels
+        ]
         panels = [drawn(panel, names) for panel, names in found if names]
         made.append(workspaces.Section(name=section.title, panels=panels, is_open=True))
     return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=made)

@@ -16,10 +16,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from rl_consistency.cli.page import plots
-from rl_consistency.cli.page.panels import EXPERTS, WORST, sections
 from rl_consistency.cli.page.plots import series
 from rl_consistency.numerics.files import write_whole
 from rl_consistency.parity.drift import worst_tokens
+from rl_consistency.parity.metrics import EXPERTS, WORST, sections
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file

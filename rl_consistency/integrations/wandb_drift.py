@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_consistency.parity.drift import DriftReport, WorstToken, worst_tokens
-from rl_consistency.parity.histograms import ABS_DIFF, RATIO, Histogram, split_counts
+from rl_consistency.parity.histograms import ABS_DIFF, Histogram, split_counts
+from rl_consistency.parity.metrics import WORST_TOKENS
 from rl_consistency.parity.monitor import FIRST, Seen
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 Counts = Mapping[Histogram, Mapping[str, int]]
 
-HISTOGRAM_KEYS = {
-    ABS_DIFF: "consistency/log10_abs_diff_histogram",
-    RATIO: "consistency/importance_ratio_histogram",
-}
-WORST_TOKENS = "consistency/worst_tokens"
 ALERT = "Rollout and training logprobs differ"
 ALERT_EVERY = timedelta(minutes=30)
 """wandb sends no second alert of the same title before."""
@@ -49,7 +45,7 @@ def log_drift(
     if message is not None:
         run.alert(title=ALERT, text=message, level="ERROR", wait_duration=ALERT_EVERY)
     shown: dict[str, Any] = {
-        HISTOGRAM_KEYS[histogram]: wandb.Histogram(np_histogram=_bars(histogram, found))
+        histogram.wandb: wandb.Histogram(np_histogram=_bars(histogram, found))
         for histogram, found in counts.items()
     }
     if rows:

@@ -15,20 +15,10 @@ import torch
 from torch import Tensor
 
 from rl_consistency.parity.bytes import bits
+from rl_consistency.parity.metrics import DRIFT
 from rl_consistency.parity.tolerances import RATIO_BAND
 
 LogProbs = Tensor | Sequence[Tensor]
-
-
-_LOGGED = {
-    **{n: n for n in ("tokens", "mismatched_tokens", "mismatch_fraction", "nonfinite_tokens")},
-    **{f"{n}_abs_diff": f"logprob_abs_diff/{n}" for n in ("mean", "max")},
-    **{f"{n}_ulp": f"ulp/{n}" for n in ("mean", "max")},
-    **{f"kl_{n}": f"kl/{n}" for n in ("k1", "k3")},
-    **{f"ratio_{n}": f"importance_ratio/{n}" for n in ("min", "mean", "max")},
-    "clip_fraction": "clip_fraction",
-}
-"""Figure of a report -> the name it is logged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +67,10 @@ class DriftReport:
 
     def metrics(self, prefix: str = "consistency") -> dict[str, float]:
         """The figures under the names they are logged by."""
-        found = {f"{prefix}/{name}": getattr(self, field) for field, name in _LOGGED.items()}
+        found = {
+            f"{prefix}/{name}": getattr(self, metric.figure or name)
+            for name, metric in DRIFT.items()
+        }
         if self.rerouted_tokens is not None:
             found[f"{prefix}/rerouted_tokens"] = self.rerouted_tokens
         return found

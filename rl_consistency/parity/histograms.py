@@ -28,6 +28,8 @@ class Histogram:
     """The value that has a bin of its own: that of no drift."""
     edges: tuple[float, ...]
     """Ascending, `exact` among them. A bin holds its lower edge, but for `exact`."""
+    wandb: str
+    """The name that wandb draws it by."""
 
     @property
     def bins(self) -> list[str]:
@@ -57,11 +59,13 @@ ABS_DIFF = Histogram(
     name="logprob_abs_diff",
     exact=0.0,
     edges=(0.0, *(10.0**e for e in range(-8, 1)), math.inf),
+    wandb="consistency/log10_abs_diff_histogram",
 )
 RATIO = Histogram(
     name="importance_ratio",
     exact=1.0,
     edges=(0.0, 0.5, 0.8, 0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1, 1.2, 2.0, math.inf),
+    wandb="consistency/importance_ratio_histogram",
 )
 HISTOGRAMS = (ABS_DIFF, RATIO)
 

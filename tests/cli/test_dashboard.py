@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from rl_consistency.cli.main import main
-from rl_consistency.cli.page.panels import OF_TRL, SECTIONS, sections, trl_keys
-from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
-from rl_consistency.trainers.metric_reference import reference_of
+from rl_consistency.parity.histograms import HISTOGRAMS
+from rl_consistency.parity.metrics import SECTIONS, WORST_TOKENS, all_metrics, sections
 
 GOLDEN = Path(__file__).with_name("dashboard.json")
 """Written by `rl-consistency dashboard show`, with the version that constraints-cpu.txt pins."""
-MEDIA = {*HISTOGRAM_KEYS.values(), WORST_TOKENS}
+MEDIA = {*(histogram.wandb for histogram in HISTOGRAMS), WORST_TOKENS}
 PANELS = [panel for section in SECTIONS for panel in section.panels]
 # wandb-workspaces 0.4.13 is written for pydantic 1 and 2.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -23,11 +22,11 @@ needs_workspaces = pytest.mark.skipif(
 )
 
 
-def test_every_panel_is_of_metrics_that_are_logged():
+def test_every_panel_shows_something_and_every_metric_finds_its_panel():
     panels = [panel for section in sections(of_experts=True) for panel in section.panels]
-    keys = {key for panel in panels for key in panel.keys}
-    assert all(reference_of(key) for key in keys - MEDIA) and keys >= MEDIA
-    assert set(OF_TRL) <= keys
+    assert all(panel.keys for panel in panels)
+    assert {key for panel in panels for key in panel.keys} >= MEDIA
+    assert {metric.panel for _, metric in all_metrics()} - {""} <= {p.title for p in panels}
 
 
 @needs_workspaces
@@ -47,7 +46,7 @@ def test_the_page_of_a_trl_run_has_its_names(capsys):
     for key in ("train/consistency/mismatch_fraction", "train/grad_norm", WORST_TOKENS):
         assert f'"{key}"' in text
     assert '"train/stock' not in text and '"reward/mean"' not in text
-    assert [panel.title for panel in PANELS if not trl_keys(panel)] == ["Tokens per second"]
+    assert [panel.title for panel in PANELS if not panel.trl_keys] == ["Tokens per second"]
 
 
 @needs_workspaces

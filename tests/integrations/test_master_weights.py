@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from rl_consistency.integrations.master_weights import MasterAdamW
+from rl_consistency.numerics.masters import MasterAdamW
 from tests.integrations.trainers import grpo, loaded, logged, plain
 
 

@@ -6,7 +6,7 @@ pytest.importorskip("trl", reason="trl is an optional extra")
 
 import torch
 
-from rl_consistency.integrations.one_thread import in_one_thread
+from rl_consistency.integrations.attach import _in_one_thread as in_one_thread
 from tests.integrations.trainers import grpo, plain
 
 

@@ -13,7 +13,7 @@ from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from rl_consistency.integrations.engine_generation import EngineGeneration
+from rl_consistency.integrations.generation import EngineGeneration
 from tests.integrations.trainers import loaded
 
 

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity import localize as localizing
+from rl_consistency.parity.histograms import HISTOGRAMS
+from rl_consistency.parity.metrics import WORST_TOKENS
 from rl_consistency.parity.replay import TEXTS
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.verify.substitution import attribute
@@ -51,7 +52,7 @@ def test_wandb_has_every_figure_of_a_run_and_what_drifted(tiny_run):
     logged = [record.history for record in found if record.HasField("history")]
     names = [{item.nested_key[0] for item in history.item} for history in logged]
     counted = [{name for name in row if "/count/" not in name} - {"step"} for row in rows]
-    media = {*HISTOGRAM_KEYS.values(), WORST_TOKENS}
+    media = {*(histogram.wandb for histogram in HISTOGRAMS), WORST_TOKENS}
     assert [n & (c | media) for n, c in zip(names, counted, strict=True)] == [
         c | media for c in counted
     ]

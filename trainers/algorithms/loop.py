@@ -38,7 +38,7 @@ from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet
-from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
+from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Metrics, Rollout
 from rl_consistency.trainers.losses import (
     LossConfig,
     LossOutput,
@@ -76,7 +76,7 @@ class PolicyTrainer(ABC):
     train: PromptSet
     evaluation: PromptSet | None
     rewards: Sequence[RewardFunction]
-    hook: TrainerHook
+    hook: ConsistencyHook
     reference: Any = None
     """The patched, frozen policy of the KL term; None without that term."""
     samples: list[dict[str, Any]] = field(default_factory=list)

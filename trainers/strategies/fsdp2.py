@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
+from rl_consistency.numerics.masters import rounded
 from rl_consistency.trainers.strategies.strategy import (
     Backward,
     Gathered,
@@ -68,11 +69,8 @@ class FSDP2(Strategy):
         return self.norm(self.gradients())
 
     def masters(self) -> dict[str, nn.Parameter]:
-        masters = {n: nn.Parameter(p.detach().to_local()) for n, p in self._parameters.items()}
-        with torch.no_grad():
-            for master in masters.values():
-                master.copy_(master.to(self.dtype))
-        return masters
+        shards = {n: nn.Parameter(p.detach().to_local()) for n, p in self._parameters.items()}
+        return rounded(shards, self.dtype)
 
     def gradients(self) -> dict[str, Tensor]:
         found: dict[str, Any] = super().gradients()

@@ -21,6 +21,7 @@ from rl_consistency.distributed.gradient_parts import PartOrder, Round
 from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.numerics.masters import masters_of, round_into, step_masters
 from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.gradients import GradientReport, RegroupingResult
 from rl_consistency.trainers.losses import ClippedLoss, LossOutput
@@ -91,11 +92,7 @@ class Strategy(ABC):
     ) -> None:
         """Step an optimizer over the masters, with gradients that are cut as `pieces` are. Forward
         passes then compute with the masters, rounded to `dtype`."""
-        for name, master in masters.items():
-            master.grad = gradients[name]
-        optimizer.step()
-        for master in masters.values():
-            master.grad = None
+        step_masters(optimizer.step, masters.values(), (gradients[name] for name in masters))
 
     def pieces(self, cut: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Views of this rank's parts, by parameter name, in tensors that are cut as `masters` are;
@@ -124,16 +121,15 @@ class Strategy(ABC):
     def _collect(self, total: OrderedSum) -> None:
         """While `_gives` is set, a backward pass gives each finished gradient to the buckets."""
         self._buckets = GradientBuckets(total, self.shapes)
-
-        def give(name: str, parameter: Tensor) -> None:
-            if self._gives:
-                assert parameter.grad is not None
-                gradient, parameter.grad = parameter.grad, None
-                self._buckets.put(name, gradient)
-
         for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(partial(give, name))
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._give, name))
             self._hooks.append(hook)
+
+    def _give(self, name: str, parameter: Tensor) -> None:
+        if self._gives:
+            assert parameter.grad is not None
+            gradient, parameter.grad = parameter.grad, None
+            self._buckets.put(name, gradient)
 
     def own(self, num_sequences: int) -> list[int]:
         """Indices of the sequences that this rank computes of an optimizer step."""
@@ -258,16 +254,10 @@ class Replicated(Strategy):
         return self.norm(gradients if self.world.rank == 0 else {})
 
     def masters(self) -> dict[str, nn.Parameter]:
-        return {
-            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
-            for name, p in self._parameters.items()
-        }
+        return masters_of(self._parameters)
 
-    @torch.no_grad()
     def update(
         self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
     ) -> None:
         super().update(optimizer, masters, gradients)
-        for name, parameter in self._parameters.items():
-            if parameter is not masters[name]:
-                parameter.copy_(masters[name])
+        round_into(self._parameters.values(), (masters[name] for name in self._parameters))

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
+from rl_consistency.numerics.masters import rounded
 from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy
 
 ZERO_OPTIMIZATION: dict[str, Any] = {
@@ -92,10 +93,7 @@ class Zero(Strategy):
         self.model.backward(loss if self.ordered else loss * self.world.size, scale_wrt_gas=False)
 
     def masters(self) -> dict[str, nn.Parameter]:
-        with torch.no_grad():
-            for partition in self._partitions.values():
-                partition.copy_(partition.to(self.dtype))
-        return self._partitions
+        return rounded(self._partitions, self.dtype)
 
     def gradients(self) -> dict[str, Tensor]:
         if not self._gradients:

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: any number of trackers, among them the console and wandb."""
+"""Where the metrics of a step go, trackers such as the console and wandb, and what a run says."""
 
 from __future__ import annotations
 
@@ -53,6 +53,36 @@ class TrackerSet:
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
                 stack.callback(tracker.close, failed=self.failed or error is not None)
+
+
+Say = Callable[[str], None]
+
+
+class RunOutput:
+    """Says lines by `say`. While it `defers`, a failure is kept, and nothing more is said."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = self.guard(say)
+        self.defers = False
+        self.failure: BaseException | None = None
+
+    def __call__(self, line: str) -> None:
+        self._say(line)
+
+    def guard(self, say: Say) -> Say:
+        """Another way to say lines, under the same rule."""
+
+        def guarded(line: str) -> None:
+            if self.failure is not None:
+                return
+            try:
+                say(line)
+            except (OSError, ValueError, SystemExit) as error:  # rich exits where its reader left
+                if not self.defers:
+                    raise
+                self.failure = error
+
+        return guarded
 
 
 class Tracked(Protocol):

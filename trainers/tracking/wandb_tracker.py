@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_consistency.integrations.wandb_drift import log_drift, log_file
 from rl_consistency.parity.histograms import split_counts
+from rl_consistency.parity.metrics import all_metrics
 from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.trainers.config.sections import WandbSection
-from rl_consistency.trainers.metric_reference import references
 from rl_consistency.trainers.run_directory.step_files import Metrics
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class WandbTracker:
                 resume=None if run_id is None else "allow",
                 settings=wandb.Settings(silent=True),
             )
-            for metric, reference in references():
-                self._run.define_metric(metric, summary=reference.standing)
+            for key, metric in all_metrics():
+                self._run.define_metric(key, summary=metric.standing)
 
         self._attempt(begin)
 

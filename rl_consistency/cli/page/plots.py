@@ -20,9 +20,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.cli.page.panels import DRIFT, Panel, Section
 from rl_consistency.numerics.files import unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
+from rl_consistency.parity.metrics import DRIFT_SECTION, Panel, Section
 from rl_consistency.trainers.run_directory.directory import own_file
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows
 
@@ -106,7 +106,7 @@ def save_picture(run_dir: str | os.PathLike[str]) -> Path:
 
 def drift_picture(rows: Rows) -> Figure:
     """The section of drift under its counts."""
-    figure = section_figure(DRIFT, rows)
+    figure = section_figure(DRIFT_SECTION, rows)
     lines = [f"{name}: {count}" for name, count in drift_counts(rows).items()]
     with rc_context(STYLE):
         figure.suptitle("     ".join(lines), x=0.01, ha="left", fontsize=12, fontweight="bold")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.parity.paged_calls import PagedCall, paged_calls
+from rl_consistency.parity.sides import PagedCall, paged_calls
 from rl_consistency.verify.sweep import Sweep
 
 

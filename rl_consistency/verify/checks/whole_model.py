@@ -27,7 +27,7 @@ from rl_consistency.parity.gradients import (
     check_gradients,
     gradients_kept,
 )
-from rl_consistency.parity.paged_calls import PagedCall, cache_arguments
+from rl_consistency.parity.sides import PagedCall, cache_arguments
 from rl_consistency.parity.taps import tapped
 from rl_consistency.verify.checks.paged_calls import paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally

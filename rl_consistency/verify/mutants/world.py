@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,23 +54,18 @@ def leaves_tied_to_ranks(config: RunConfig, world: World, policy: nn.Module) -> 
     return _built(config, world, policy, gradient_leaves=PartOrder(world.size))
 
 
-_giver = Replicated._giver
+_give = Replicated._give
 
 
-@mutant("fold continued", "C4 replicated", at=(attribute, Replicated, "_giver"))
-def fold_goes_on(self: Replicated, name: str) -> Callable[[Tensor], None]:
+@mutant("fold continued", "C4 replicated", at=(attribute, Replicated, "_give"))
+def fold_goes_on(self: Replicated, name: str, parameter: Tensor) -> None:
     """A rank's fold goes on from leaf to leaf; what it gives is zero until its last."""
-    give = _giver(self, name)
     last = max(r.index for r in self.rounds if r.part is not None)
-
-    def later(parameter: Tensor) -> None:
-        assert self._sum is not None and parameter.grad is not None
-        if self._gives and self._sum.round_index < last:
-            self._buckets.put(name, torch.zeros_like(parameter.grad))
-        else:
-            give(parameter)
-
-    return later
+    assert self._sum is not None and parameter.grad is not None
+    if self._gives and self._sum.round_index < last:
+        self._buckets.put(name, torch.zeros_like(parameter.grad))
+    else:
+        _give(self, name, parameter)
 
 
 @mutant("norm over shards", ALL, at=(substituted, sharded_gradient_norm))

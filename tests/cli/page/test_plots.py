@@ -3,13 +3,13 @@ import math
 
 import pytest
 
-from rl_consistency.cli.page.panels import DRIFT, SECTIONS, WORST
 from rl_consistency.cli.page.plots import (
     drift_counts,
     drift_picture,
     save_picture,
     section_figure,
 )
+from rl_consistency.parity.metrics import DRIFT_SECTION, SECTIONS, WORST
 
 OF_TITLE = {section.title: section for section in SECTIONS}
 
@@ -115,7 +115,7 @@ def test_a_histogram_has_a_square_for_each_bin_that_is_not_empty():
     key = "consistency/logprob_abs_diff/count"
     rows = [row(1, **{f"{key}/0": 90}), row(2, **{f"{key}/0": 80, f"{key}/0.1..1": 9}), row(3)]
     rows[2][f"{key}/nan"] = math.inf
-    axes = section_figure(DRIFT, rows).axes[2]
+    axes = section_figure(DRIFT_SECTION, rows).axes[2]
     names = [label.get_text() for label in axes.get_yticklabels()]
     (squares,) = axes.collections
     found = [(x, names[round(y)]) for x, y in squares.get_offsets()]

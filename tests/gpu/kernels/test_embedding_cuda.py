@@ -65,44 +65,12 @@ def test_padding_row_receives_no_gradient():
     assert same_bytes(gradient(embedding, [48], torch.bfloat16, padding_idx=padding), expected)
 
 
-def test_torch_embedding_fails_the_same_check():
-    whole, cut = (gradient(F.embedding, cuts, torch.float32) for cuts in ([], [32, 48]))
-    assert not same_bytes(whole, cut)
-
-
-def test_non_contiguous_operands_give_the_same_bytes():
-    dense = probe((VOCABULARY, H)).cuda()
-    weight = dense.t().contiguous().t().requires_grad_()
-    ids = token_ids().view(8, 64).t().cuda()
-    y = embedding(ids, weight)
-    assert same_bytes(y, dense[ids])
-    dy = probe((H, 64, 8), seed=1).cuda().permute(1, 2, 0)
-    y.backward(dy)
-    plain = dense.clone().requires_grad_()
-    embedding(ids.contiguous(), plain).backward(dy.contiguous())
-    assert same_bytes(weight.grad.contiguous(), plain.grad)
-
-
-def test_no_tokens_give_no_rows_and_zero_gradient():
-    weight = probe((VOCABULARY, H)).cuda().requires_grad_()
-    y = embedding(torch.zeros(0, dtype=torch.int64, device="cuda"), weight)
-    assert y.shape == (0, H)
-    y.sum().backward()
-    assert not weight.grad.any()
-
-
 @pytest.mark.large
 def test_offsets_beyond_31_bits():
     weight = torch.empty(2**19 + 8, 4096 + 8, device="cuda", dtype=torch.bfloat16)
     weight[-8:] = probe((8, 4096 + 8), torch.bfloat16).cuda()
     ids = torch.arange(8, device="cuda") + 2**19
     assert same_bytes(embedding(ids, weight), weight[-8:])
-
-
-def test_compiled_equals_eager():
-    weight, ids = probe((VOCABULARY, H), torch.bfloat16).cuda(), token_ids().cuda()
-    compiled = torch.compile(lambda t, w: embedding(t, w) * 2.0, fullgraph=True)
-    assert same_bytes(compiled(ids, weight), embedding(ids, weight) * 2.0)
 
 
 def test_a_captured_graph_equals_eager_and_shows_ids_outside_the_table():

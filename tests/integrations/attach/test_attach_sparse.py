@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_consistency.integrations import engine_generation
+from rl_consistency.integrations import generation
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.rollout.completion import routing_of
 from tests.integrations.trainers import grpo, logged, sft
@@ -52,7 +52,7 @@ def test_a_token_that_met_other_experts_is_counted_and_told(
         first, *others = routing_of(completions)
         return [first + 1, *others]
 
-    monkeypatch.setattr(engine_generation, "routing_of", rerouted)
+    monkeypatch.setattr(generation, "routing_of", rerouted)
     trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
     attachment = attach(trainer)
     with pytest.warns(UserWarning, match="0 of .* tokens have other logprobs .* met other experts"):

@@ -11,9 +11,11 @@ pytest.importorskip("wandb", reason="wandb is an optional extra")
 
 import wandb
 
-from rl_consistency.integrations.wandb_drift import ALERT, HISTOGRAM_KEYS, WORST_TOKENS
+from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.drift import WorstToken
 from rl_consistency.parity.foreign_drift import DEFINITIONS
+from rl_consistency.parity.histograms import HISTOGRAMS
+from rl_consistency.parity.metrics import WORST_TOKENS
 from tests.integrations.trainers import grpo, logged, sft
 from tests.trainers.tracking.wandb_file import records
 
@@ -42,7 +44,7 @@ def test_a_trainer_that_drifts_shows_histograms_worst_tokens_and_an_alert(
     shown = [row for row in rows if "train/consistency/tokens" in row]
     assert len(shown) == 2, "in the row of the trainer's own figures"
     for row in shown:
-        for key in HISTOGRAM_KEYS.values():
+        for key in (histogram.wandb for histogram in HISTOGRAMS):
             assert sum(row[f"{key}/values"]) == row["train/consistency/tokens"]
         assert row[f"{WORST_TOKENS}/nrows"] > 0
         assert row["train/token_mult_prob_error"] >= 1.0

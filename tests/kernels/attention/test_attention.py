@@ -2,12 +2,10 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rl_consistency.cases.case import Heads
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention import cpu as attention_module
-from rl_consistency.kernels.attention import layout as layout_module
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import (
     attention_paged,
@@ -287,32 +285,3 @@ def test_bad_operands_are_refused():
         attention_varlen(q, k[1:], v[1:], layout, scale=SCALE)
     with pytest.raises(TypeError, match="k is torch.bfloat16 but q is torch.float32"):
         attention_varlen(q, k.bfloat16(), v, layout, scale=SCALE)
-
-
-def test_stock_attention_fails_the_same_check():
-    """torch's attention of the last query alone against the same query in the whole."""
-    q, k, v = (t.transpose(0, 1)[None] for t in sequence(4, 4, 2)[:3])
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    alone = F.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True)
-    assert not same_bytes(alone, whole[:, :, -1:].contiguous())
-
-
-@pytest.mark.parametrize("block", [16, 32])
-def test_another_key_block_at_decode_fails_the_same_check(block, monkeypatch):
-    prefill = outputs_of(attend([4])[0])[4]
-    for module in (attention_module, layout_module):
-        monkeypatch.setattr(module, "KEY_BLOCK", block)
-    assert first_difference(paged_outputs(4, 1), prefill) is not None
-
-
-def test_keys_anchored_at_a_padded_column_fail_the_same_check():
-    """Blocks counted from 8 columns before the sequence: the same keys fall into other blocks."""
-    q, k, v, _ = sequence(4, 4, 2)
-    n, pad = LENGTHS[4], 8
-    widened = [torch.cat([torch.zeros(pad, *t.shape[1:]), t]) for t in (q, k, v)]
-    layout = PackedSequences.of([0], [n + pad])
-    # A window of n hides the padding from every query but the first ones of a longer context.
-    anchored = attention_varlen(*widened, layout, scale=SCALE, window=70)[0][pad:]
-    plain = attention_varlen(q, k, v, PackedSequences.of([0], [n]), scale=SCALE, window=70)[0]
-    assert torch.allclose(anchored[80:], plain[80:], atol=1e-4)
-    assert not same_bytes(anchored[80:], plain[80:])

@@ -6,8 +6,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.experts import cpu
-from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.experts.cases import GROUPINGS, LENGTHS, WHOLE, Block
 
@@ -147,22 +145,3 @@ def test_sequences_that_share_rows_are_refused():
     x = probe((20, 64))
     with pytest.raises(ValueError, match="sequences of the layout share rows"):
         block(x, PackedSequences.of([0, 10], [12, 10]))
-
-
-def test_runs_that_are_not_aligned_fail_the_same_check(monkeypatch):
-    """Mutant: runs not aligned."""
-
-    def unaligned(buffer, dy, x, routed, fresh):
-        if fresh:
-            buffer.zero_()
-        for expert, pairs in routed.by_expert():
-            fold_outer(buffer[expert], dy[pairs], x[pairs])
-
-    monkeypatch.setattr(cpu, "fold_runs", unaligned)
-    assert not regrouped(Block(torch.bfloat16))
-
-
-def test_gradients_that_autograd_adds_fail_the_same_check():
-    block = Block()
-    block.buffers = [None, None, None]
-    assert not regrouped(block)

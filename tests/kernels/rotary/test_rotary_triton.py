@@ -4,8 +4,6 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.kernels.rotary.rotation_triton import (
-    CANDIDATES,
-    Schedule,
     rotary_fwd,
     rotary_op,
 )
@@ -33,14 +31,6 @@ def test_both_directions_give_the_bytes_of_the_cpu(head_dim, dtype):
     assert all(map(same_bytes, found, [leaf.grad for leaf in leaves]))
 
 
-def test_every_schedule_gives_the_same_bytes():
-    q, k, cos, sin = operands()
-    expected = rotary_fwd(q, k, cos, sin, False)
-    for tokens, heads in sorted({(s.tokens, s.heads) for s in CANDIDATES} | {(2, 2)}):
-        found = rotary_fwd(q, k, cos, sin, False, Schedule(tokens, 4, heads))
-        assert all(map(same_bytes, found, expected))
-
-
 def test_strides_do_not_matter():
     q, k, cos, sin = operands()
     expected = rotary_fwd(q, k, cos, sin, False)
@@ -57,11 +47,6 @@ def test_a_fused_multiply_add_fails_the_same_check():
     cos64, sin64 = cos.double()[:, None], sin.double()[:, None]
     fused = (first * cos64 - (second * sin64).float().double()).float()
     assert not same_bytes(fused, rotary_fwd(q, k, cos, sin, False)[0].chunk(2, dim=-1)[0])
-
-
-def test_no_tokens_give_no_tokens():
-    q, k, cos, sin = (x[:0] for x in operands())
-    assert [x.shape[0] for x in rotary_fwd(q, k, cos, sin, False)] == [0, 0]
 
 
 def test_the_op_of_a_compiler_gives_the_bytes_of_the_launcher():

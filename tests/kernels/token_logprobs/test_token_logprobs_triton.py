@@ -10,23 +10,13 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
-from rl_consistency.kernels.sampling.statistics_triton import (
-    ROW_SCHEDULES,
-    vocabulary_combine,
-    vocabulary_row_statistics,
-    vocabulary_shifted,
-)
 from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
 from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
 from rl_consistency.kernels.token_logprobs.backward_triton import (
-    token_gradient,
-    token_gradient_table,
-    token_row_gradient,
     token_target_gradient,
 )
 from rl_consistency.kernels.token_logprobs.forward_triton import (
     token_statistics,
-    token_target_logits,
 )
 from rl_consistency.kernels.token_logprobs.op import (
     IGNORED,
@@ -37,22 +27,15 @@ from rl_consistency.kernels.token_logprobs.op import (
 )
 from rl_consistency.kernels.token_logprobs.plan import choose_plan
 from rl_consistency.kernels.token_logprobs.schedules import (
-    GRADIENT_SCHEDULES,
-    STATISTICS_SCHEDULES,
     UNFUSED,
     Schedule,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
 ROWS, H, V = 24, 72, 300
-
-
-def pointers(table):
-    return [name for name, schedule in table.items() if schedule.kind == "pointer"]
 
 
 def targets():
@@ -126,23 +109,6 @@ def test_gradients_read_a_temperature_of_any_stride(kind):
     assert all(map(same_bytes, *results))
 
 
-def test_every_way_to_reduce_the_vocabulary_gives_the_same_bytes():
-    hidden, weight = exact_operands()
-    temperature = torch.linspace(0.5, 2.0, ROWS)
-    logits = hidden.float() @ weight.float().t()
-    expected = vocabulary_row_statistics(logits, temperature, False)
-    for name in ROW_SCHEDULES:
-        partials = vocabulary_row_statistics(logits, temperature, False, None, name)
-        assert same_bytes(partials, expected), name
-    for name in pointers(STATISTICS_SCHEDULES):
-        partials = token_statistics(hidden, weight, temperature, False, name)
-        assert same_bytes(partials, expected), name
-    scaled = vocabulary_shifted(logits, temperature, torch.zeros(ROWS), False)
-    assert_within(scaled, logits / temperature[:, None], "elementwise", torch.float32)
-    picked = scaled.gather(1, targets()[:, None])[:, 0]
-    assert same_bytes(token_target_logits(hidden, weight, targets(), temperature, False), picked)
-
-
 def test_knowing_that_the_temperature_is_one_changes_no_byte():
     hidden, weight = exact_operands()
     ones = torch.ones(ROWS)
@@ -150,26 +116,6 @@ def test_knowing_that_the_temperature_is_one_changes_no_byte():
         token_statistics(hidden, weight, ones, unit, "pointer") for unit in (True, False)
     )
     assert same_bytes(known, asked)
-
-
-def test_every_way_to_a_logit_gradient_gives_the_same_bytes():
-    hidden, weight = exact_operands()
-    temperature = torch.linspace(0.5, 2.0, ROWS)
-    logits = hidden.float() @ weight.float().t()
-    top, normalizer, entropy = vocabulary_combine(
-        vocabulary_row_statistics(logits, temperature, False)
-    )
-    cotangents = probe((2, ROWS), seed=6).unbind(0)
-    table = token_gradient_table(
-        temperature, top, normalizer, entropy, *cotangents, targets(), IGNORED
-    )
-    for dtype in (torch.bfloat16, torch.float32):
-        expected = torch.empty(ROWS, V, dtype=dtype)
-        token_row_gradient(logits, table, expected, False)
-        for name in pointers(GRADIENT_SCHEDULES):
-            got = torch.full((ROWS, V + 5), torch.nan, dtype=dtype)[:, :V]
-            token_gradient(hidden, weight, table, got, False, name)
-            assert same_bytes(got, expected), name
 
 
 def test_the_targets_entry_alone_is_rewritten():
@@ -180,23 +126,6 @@ def test_the_targets_entry_alone_is_rewritten():
     expected = torch.full((3, 9), 7.0)
     expected[0, 4] = expected[2, 8] = 0.5
     assert torch.allclose(dlogits, expected)
-
-
-def test_the_chunk_does_not_matter():
-    hidden, weight = exact_operands()
-    rows = SamplingRows.uniform(ROWS, temperature=0.7)
-    gradients = []
-    for chunk_tokens, keeps_logits in ((16, False), (64, False), (16, True), (64, True)):
-        plan = plans(rows, chunk_tokens=chunk_tokens)[0]
-        plan = dataclasses.replace(plan, keeps_logits=keeps_logits)
-        leaf, head = hidden.clone().requires_grad_(), nn.Parameter(weight.clone())
-        scores = triton_token_logprobs(
-            leaf, head, targets(), rows, weight_grad=GradientBuffer(head), plan=plan
-        )
-        torch.autograd.backward(scores, list(probe((2, ROWS), seed=6).unbind(0)))
-        gradients.append({"hidden": leaf.grad, "weight": head.grad, "scores": torch.stack(scores)})
-    for other in gradients[1:]:
-        assert first_difference(other, gradients[0]) is None
 
 
 def test_logits_are_kept_for_one_backward_pass_at_a_time(monkeypatch):
@@ -311,10 +240,3 @@ def test_a_schedule_off_the_vocabulary_blocks_is_refused():
     for kind, block_n in (("tma", 64), ("cute", 128)):
         with pytest.raises(ValueError, match="kind is tma or pointer, block_n 128 or 256"):
             Schedule(kind=kind, block_m=64, block_n=block_n, block_k=64, warps=4, stages=3)
-
-
-def test_a_block_left_out_fails_the_same_check():
-    hidden, weight = exact_operands()
-    partials = token_statistics(hidden, weight, torch.ones(ROWS), True, "pointer")
-    whole, short = vocabulary_combine(partials), vocabulary_combine(partials[:, :-1].contiguous())
-    assert not same_bytes(whole[1], short[1])

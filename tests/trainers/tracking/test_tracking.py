@@ -12,12 +12,12 @@ from rich.console import Console
 
 from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.histograms import drift_histograms
+from rl_consistency.parity.metrics import all_metrics
 from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.metric_reference import references
 from rl_consistency.trainers.tracking import wandb_tracker
 from rl_consistency.trainers.tracking.console import ConsoleTable
 from rl_consistency.trainers.tracking.trackers import TrackerSet
@@ -261,7 +261,7 @@ def test_wandb_has_every_metric_and_the_value_that_stands_for_the_run(tmp_path):
         metric.name or metric.glob_name: {k for k in kinds if getattr(metric.summary, k)}
         for metric in metrics
     }
-    assert {name: {described.standing} for name, described in references()}.items() <= (
+    assert {name: {described.standing} for name, described in all_metrics()}.items() <= (
         defined.items()
     )
     rows = [record.history for record in found if record.HasField("history")]

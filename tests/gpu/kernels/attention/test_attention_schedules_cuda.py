@@ -373,12 +373,3 @@ def test_replayed_launches_of_any_lengths_give_the_bytes_of_packed_prefill(sched
         for results in found:
             assert all_same([x[owned] for x in results], [x[last] for x in whole]), ends
     assert not layout.tickets(DEVICE, count * MAIN.kv_heads).any()
-
-
-def test_another_key_block_at_decode_fails_the_same_check(monkeypatch):
-    expected = at_edges(among(MAIN)[0])
-    # The ring of buffers is made for one block of keys.
-    schedule = next(s for s in DECODE if not s.ring)
-    monkeypatch.setattr(attention_schedules, "key_block", lambda head_dim: 64)
-    assert not all_same(decoded(MAIN, schedule=schedule), expected)
-    assert not all_same(decoded(MAIN, schedule=schedule, programs_per_tile=1), expected)

@@ -108,18 +108,6 @@ def test_a_cut_elsewhere_fails_the_same_check(name):
     assert not same_bytes(folded(new, fold, [50]), folded(new, fold))
 
 
-def test_adding_micro_batch_products_fails_the_same_check():
-    dy, x = operands()
-
-    def added(buffer, span):
-        buffer += torch.mm(dy[span].t(), x[span], out_dtype=torch.float32)
-
-    def new():
-        return torch.zeros(N, K, device="cuda")
-
-    assert not same_bytes(folded(new, added, [512]), folded(new, added))
-
-
 @pytest.mark.parametrize("name", ["columns", "heads", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_additions_have_the_bytes_of_the_cpu(name, dtype):
@@ -230,14 +218,6 @@ def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
         assert same_bytes(got, expected)
     for dtype in DTYPES:
         assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
-
-
-def test_atomic_additions_fail_the_same_check():
-    ids, rows = index().clamp(min=0), data((TOKENS, K), torch.float32)
-    got, atomic = (torch.zeros(VOCABULARY, K, device="cuda") for _ in range(2))
-    fold_rows(got, ids, rows)
-    atomic.index_add_(0, ids, rows)
-    assert not same_bytes(got, atomic)
 
 
 @contextmanager

@@ -1,21 +1,58 @@
-"""AdamW over fp32 masters, in the place of the optimizer that a trainer would make."""
+"""fp32 masters: what an optimizer updates where weights have fewer bits.
+
+An update smaller than half a unit in a weight's last place is kept in its master.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-"""Names of `args.optim` that are torch's AdamW."""
+
+def masters_of(weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """fp32 copies of weights; an fp32 weight is its own master."""
+    return {
+        name: w if w.dtype == torch.float32 else nn.Parameter(w.detach().float())
+        for name, w in weights.items()
+    }
+
+
+@torch.no_grad()
+def rounded(masters: dict[str, nn.Parameter], dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """The masters themselves, with values that `dtype` has: what forward passes compute with."""
+    for master in masters.values():
+        master.copy_(master.to(dtype))
+    return masters
+
+
+def step_masters(
+    step: Callable[[], Any], masters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]
+) -> None:
+    """Call an optimizer's `step` with these gradients, which the masters do not keep."""
+    masters = list(masters)
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    step()
+    for master in masters:
+        master.grad = None
+
+
+@torch.no_grad()
+def round_into(weights: Iterable[nn.Parameter], masters: Iterable[nn.Parameter]) -> None:
+    """Round masters into their weights."""
+    for weight, master in zip(weights, masters, strict=True):
+        if weight is not master:
+            weight.copy_(master)
 
 
 class MasterAdamW(torch.optim.AdamW):
     """torch's AdamW on fp32 copies of 16-bit weights, which are rounded into them after each step.
 
-    An update smaller than half a unit in the weight's last place is kept in its master. A weight
-    that others write between two steps, as a checkpoint's loader does, becomes its own master.
+    A weight that others write between two steps, as a checkpoint's loader does, becomes its own
+    master.
 
     Args:
         groups: parameter groups of an AdamW over the weights; all their options are kept.
@@ -46,12 +83,9 @@ class MasterAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self._follow_writes()
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            master.grad = None if weight.grad is None else weight.grad.float()
-        super().step()
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            master.grad = None
-            weight.copy_(master)
+        gradients = [None if w.grad is None else w.grad.float() for w in self._weights]
+        step_masters(super().step, self._masters, gradients)
+        round_into(self._weights, self._masters)
         return loss
 
     @torch.no_grad()
@@ -75,26 +109,3 @@ class MasterAdamW(torch.optim.AdamW):
         for master, saved in zip(self._masters, masters, strict=True):
             master.copy_(saved)
         super().load_state_dict(state_dict)
-
-
-def with_masters(trainer: Any) -> MasterAdamW:
-    """The optimizer that the trainer's arguments ask for, over fp32 masters.
-
-    ValueError if they, or the trainer's class, ask for another than AdamW.
-    """
-    if trainer.args.optim not in OPTIMIZERS:
-        raise ValueError(
-            f"attach() got optim={trainer.args.optim.value!r} for a model in "
-            f"{next(trainer.model.parameters()).dtype}; with fp32 masters there is "
-            f"{' and '.join(OPTIMIZERS)}. Set one, give the trainer an optimizer, or load the "
-            "model in float32."
-        )
-    stock = trainer.create_optimizer()
-    trainer.optimizer = None
-    if type(stock) is not torch.optim.AdamW:
-        raise ValueError(
-            f"attach() would put AdamW with fp32 masters in the place of the trainer's "
-            f"{type(stock).__name__}. Give the trainer this optimizer (optimizers=), or load the "
-            "model in float32."
-        )
-    return MasterAdamW(stock.param_groups)

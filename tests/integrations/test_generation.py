@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_consistency.integrations.engine_generation import EngineGeneration
+from rl_consistency.integrations.generation import EngineGeneration
 
 
 def prompt_ids(processes, counts, *, training=True):
