@@ -36,7 +36,7 @@ from rl_consistency.kernels.gradient_fold.outer_triton import (
     store_part,
     tile_of,
 )
-from rl_consistency.kernels.gradient_fold.schedules import Schedule
+from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule
 
 
 @remembered
@@ -166,7 +166,7 @@ def fold_runs(
     *,
     dy_by_row: bool,
     fresh: bool,
-    schedule: Schedule | None = None,
+    schedule: FoldSchedule | None = None,
 ) -> None:
     """Continue `buffer` [E, N, K] over the runs.
 

@@ -22,8 +22,7 @@ from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import TMA as DENSE_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32
-from rl_consistency.kernels.gradient_fold.schedules import Schedule as FoldSchedule
-from rl_consistency.kernels.gradient_fold.schedules import expected_us
+from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule, expected_us
 from rl_consistency.kernels.matmul.schedules import Schedule
 
 Product = Literal["gate_up", "nt", "nn"]

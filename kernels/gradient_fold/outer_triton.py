@@ -25,7 +25,7 @@ from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.gradient_fold.schedules import Schedule, pick
+from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule, pick
 
 GROUP = 8
 """Rows of tiles that programs walk together, to share operands in the L2 cache."""
@@ -167,7 +167,7 @@ def _outer_tma_kernel(
         )  # fmt: skip
 
 
-def launch_blocks(schedule: Schedule) -> dict[str, Any]:
+def launch_blocks(schedule: FoldSchedule) -> dict[str, Any]:
     """The constants and options of a launch that a schedule says, apart from its second part."""
     return {
         "BLOCK_N": schedule.block_n,
@@ -181,7 +181,7 @@ def launch_blocks(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def fold_descriptors(dy: Tensor, x: Tensor, schedule: Schedule) -> tuple[Any, Any, Any]:
+def fold_descriptors(dy: Tensor, x: Tensor, schedule: FoldSchedule) -> tuple[Any, Any, Any]:
     """Descriptors of dy, of x, and of the operand that only the second accumulator reads, which is
     unused without one."""
     extra = (
@@ -194,7 +194,9 @@ def fold_descriptors(dy: Tensor, x: Tensor, schedule: Schedule) -> tuple[Any, An
     return of_dy, of_x, of_extra
 
 
-def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Schedule) -> None:
+def launch_outer(
+    buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: FoldSchedule
+) -> None:
     """Run one schedule on operands [T, N] and [T, K] with dense rows, T > 0."""
     if schedule.kind != "pointer" and not takes_descriptors(dy, x):
         raise ValueError(

@@ -34,7 +34,7 @@ RANKED_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RowFoldSchedule:
     """How programs share the runs; it changes no bit."""
 
     gap: int = 32
@@ -51,15 +51,15 @@ class Schedule:
 
 
 CANDIDATES = (
-    Schedule(),
-    Schedule(narrow=512),
-    Schedule(batch=16, narrow=512),
-    Schedule(runs=2),
-    Schedule(runs=8),
-    Schedule(gap=16, narrow=512),
-    Schedule(runs=8, block=512),
+    RowFoldSchedule(),
+    RowFoldSchedule(narrow=512),
+    RowFoldSchedule(batch=16, narrow=512),
+    RowFoldSchedule(runs=2),
+    RowFoldSchedule(runs=8),
+    RowFoldSchedule(gap=16, narrow=512),
+    RowFoldSchedule(runs=8, block=512),
 )
-"""Schedules to time and to compare; the fold runs `Schedule()`."""
+"""Schedules to time and to compare; the fold runs `RowFoldSchedule()`."""
 
 
 @triton.jit
@@ -221,11 +221,11 @@ def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
     if min(*rows.shape) == 0:
         return
     ranked = index.shape[0] <= RANKED_TOKENS
-    launch_rows(buffer, index, rows, Schedule(), ranked=ranked)
+    launch_rows(buffer, index, rows, RowFoldSchedule(), ranked=ranked)
 
 
 def launch_rows(
-    buffer: Tensor, index: Tensor, rows: Tensor, schedule: Schedule, *, ranked: bool
+    buffer: Tensor, index: Tensor, rows: Tensor, schedule: RowFoldSchedule, *, ranked: bool
 ) -> None:
     """Run one schedule; T > 0 and C > 0."""
     rows = dense_rows(rows)

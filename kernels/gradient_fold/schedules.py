@@ -8,6 +8,7 @@ tiles leave multiprocessors idle, and `pick` chooses mainly by how the tiles fil
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import hypot, inf
 from typing import Literal
 
@@ -27,7 +28,7 @@ Kind = Literal["tma", "pointer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class FoldSchedule:
     """How `fold_outer` cuts the gradient into tiles; each is continued over all tokens."""
 
     kind: Kind
@@ -56,12 +57,12 @@ class Schedule:
     shared_us: float = 0.0
     """Microseconds of a step per program, where `resident` programs share the multiprocessor."""
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int]:
         """Output features and input features of a tile."""
         return self.block_n + self.extra_n, self.block_k + self.extra_k
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name in files and reports: `tma-128x256x64-w8-s3-n64-persistent` is the kind, the
         blocks N x K x tokens, warps, stages, extra output features, and flags."""
@@ -72,7 +73,7 @@ class Schedule:
         blocks = f"{self.block_n}x{self.block_k}x{self.block_t}"
         return "-".join([self.kind, blocks, f"w{self.warps}", f"s{self.stages}", *flags])
 
-    @property
+    @cached_property
     def registers(self) -> int | None:
         """Most registers per thread for `resident` programs to fit; None for no limit."""
         share = REGISTERS // (self.resident * self.warps * 32) // 8 * 8
@@ -84,14 +85,14 @@ class Schedule:
         return cdiv(n, tile_n) * cdiv(k, tile_k)
 
 
-def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> Schedule:
-    return Schedule(
+def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:
+    return FoldSchedule(
         kind="tma", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
     )
 
 
-def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> Schedule:
-    return Schedule(
+def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:
+    return FoldSchedule(
         kind="pointer", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
     )
 
@@ -137,7 +138,7 @@ MEMORY = 3.3e6
 """Bytes from and to memory in a microsecond."""
 
 
-def candidates(dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
+def candidates(dtype: torch.dtype, *, tma: bool) -> tuple[FoldSchedule, ...]:
     """All schedules for a dtype; `tma` says whether device and operands admit descriptors."""
     if dtype == torch.float32:
         return WIDE
@@ -154,7 +155,7 @@ def fold_work(tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool) -> 
 def pick(
     tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int,
     device: torch.device | None = None,
-) -> Schedule:  # fmt: skip
+) -> FoldSchedule:  # fmt: skip
     """The schedule for an [n, k] gradient over `tokens`: the winner on the device, else the one
     expected to be the fastest."""
     own = candidates(dtype, tma=tma)
@@ -168,7 +169,7 @@ def pick(
 
 
 def expected_us(
-    schedule: Schedule, tokens: int, n: int, k: int, processors: int, gradients: int = 1
+    schedule: FoldSchedule, tokens: int, n: int, k: int, processors: int, gradients: int = 1
 ) -> float:
     """Microseconds for an [n, k] gradient over `tokens`, or for many in one launch.
 

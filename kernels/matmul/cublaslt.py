@@ -210,10 +210,10 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
 
     Returns whether the library did it; False leaves `out` as it was.
     """
-    if torch.compiler.is_compiling() or compiles_only():
-        return False
     (tokens, n), k = dy.shape, x.shape[1]
-    if not prefers_library(tokens, LIBRARY_TOKENS, dy.dtype) or not settings_in_force():
+    if torch.compiler.is_compiling() or not prefers_library(tokens, LIBRARY_TOKENS, dy.dtype):
+        return False
+    if compiles_only() or not settings_in_force():
         return False
     if tokens % 16 or not all(_as_certified(matrix) for matrix in (dy, x, out)):
         return False

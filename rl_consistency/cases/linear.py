@@ -10,8 +10,13 @@ from torch import Tensor
 
 from rl_consistency.cases.case import MANY, ROWS, Case, Setting, seeds, weight_scale
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
-from rl_consistency.kernels.linear.glu_linear import glu_linear
-from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
+from rl_consistency.kernels.linear.op import (
+    glu_linear,
+    linear,
+    linear_glu,
+    linear_qkv,
+    linear_reference,
+)
 from rl_consistency.kernels.matmul.op import matmul_nt
 
 

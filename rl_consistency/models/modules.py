@@ -30,8 +30,7 @@ from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.linear.glu_linear import glu_linear
-from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
+from rl_consistency.kernels.linear.op import glu_linear, linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.hooks_and_checkpointing import captures_outputs

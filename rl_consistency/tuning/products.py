@@ -87,7 +87,9 @@ def fold(
         dy, x = drawn(device, dtype, (tokens, n), (tokens, k))
         return dy, x, torch.zeros(n, k, dtype=wide, device=device)
 
-    def call(schedule: fold_schedules.Schedule, dy: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    def call(
+        schedule: fold_schedules.FoldSchedule, dy: Tensor, x: Tensor, gradient: Tensor
+    ) -> Tensor:
         launch_outer(gradient, dy, x, fresh, schedule)
         return gradient
 

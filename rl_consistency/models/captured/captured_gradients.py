@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.gradient_fold.accumulators import filled
 from rl_consistency.kernels.gradient_fold.backward_passes import adds_to_gradient
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, filled
 
 ELSEWHERE = "Call optimizer.zero_grad() and leave .grad in place, or patch(cuda_graphs=False)."
 

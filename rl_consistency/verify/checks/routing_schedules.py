@@ -31,7 +31,7 @@ from rl_consistency.kernels.experts.schedules import (
     pair_candidates,
     product_candidates,
 )
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
 from rl_consistency.kernels.router.schedules import candidates as router_candidates
 from rl_consistency.verify.claims import Tally

@@ -15,7 +15,7 @@ from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import sampling_in_turn
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
@@ -103,7 +103,7 @@ def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
     start = probe((height, width), torch.float32, seed=4, device=setup.device)
     start = start.to(accumulator_dtype(rows))
 
-    def continued(choice: tuple[gradient_rows_triton.Schedule, bool]) -> Tensor:
+    def continued(choice: tuple[gradient_rows_triton.RowFoldSchedule, bool]) -> Tensor:
         schedule, ranked = choice
         buffer = start.clone()
         gradient_rows_triton.launch_rows(buffer, index, rows, schedule, ranked=ranked)

@@ -29,7 +29,7 @@ from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
 from rl_consistency.kernels.linear import schedules as few_rows_schedules

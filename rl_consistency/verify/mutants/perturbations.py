@@ -19,7 +19,7 @@ from rl_consistency.kernels.experts.op import experts
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import _Gradient, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
-from rl_consistency.kernels.linear import glu_linear
+from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.kernels.linear.op import folded_weight, linear
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
@@ -249,9 +249,11 @@ def gated_values_in_eight_bits() -> AbstractContextManager[Any]:
     """The backward pass of a down projection meets coarse values of the gated unit."""
 
     def of_coarse(ctx: Any, dy: Tensor, x: Callable[[], Tensor], *rest: Any) -> Tensor | None:
+        if not hasattr(ctx, "activation"):  # a plain linear
+            return folded_weight(ctx, dy, x, *rest)
         return folded_weight(ctx, dy, lambda: x().to(torch.float8_e4m3fn).to(dy.dtype), *rest)
 
-    return attribute(glu_linear, "folded_weight", of_coarse)
+    return attribute(linear_op, "folded_weight", of_coarse)
 
 
 @mutant("sequences not aligned", "C3 chain, regrouped")

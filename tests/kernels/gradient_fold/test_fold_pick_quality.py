@@ -15,7 +15,7 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     POINTER,
     TMA,
     WIDE,
-    Schedule,
+    FoldSchedule,
     expected_us,
     pick,
 )
@@ -103,5 +103,5 @@ def test_a_schedule_by_descriptor_is_picked_wherever_descriptors_are_possible():
 
 
 def test_a_schedule_without_figures_is_never_the_cheapest():
-    unknown = Schedule(kind="tma", block_n=64, block_k=64, block_t=64, warps=4, stages=4)
+    unknown = FoldSchedule(kind="tma", block_n=64, block_k=64, block_t=64, warps=4, stages=4)
     assert expected_us(unknown, 1, 1, 1, H200) == float("inf")

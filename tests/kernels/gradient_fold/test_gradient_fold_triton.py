@@ -22,9 +22,7 @@ from rl_consistency.kernels.gradient_fold.outer_triton import (
     launch_outer,
 )
 from rl_consistency.kernels.gradient_fold.rows_triton import (
-    Schedule as RowSchedule,
-)
-from rl_consistency.kernels.gradient_fold.rows_triton import (
+    RowFoldSchedule,
     gradient_fold_rows,
     launch_rows,
     ordered_tokens,
@@ -33,7 +31,7 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     POINTER,
     TMA,
     WIDE,
-    Schedule,
+    FoldSchedule,
     candidates,
     pick,
 )
@@ -48,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 TOKENS, N, K = 48, 24, 40
 SM90_SHARED = 227 * 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALL = Schedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
+SMALL = FoldSchedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
 
 
 def operands(dtype=torch.float32, tokens=TOKENS):
@@ -185,7 +183,7 @@ def test_ids_beyond_32_bits_are_left_out(ranked):
     expected = found.clone()
     expected[5] += rows[1].float()
     expected[3] += rows[3].float()
-    launch_rows(found, index, rows, RowSchedule(), ranked=ranked)
+    launch_rows(found, index, rows, RowFoldSchedule(), ranked=ranked)
     assert same_bytes(found, expected)
     ids, tokens = ordered_tokens(index, 7, ranked=ranked)
     assert ids.tolist() == [3, 5] + [7] * 6
@@ -196,10 +194,10 @@ def test_ids_beyond_32_bits_are_left_out(ranked):
 @pytest.mark.parametrize(
     "schedule",
     [
-        RowSchedule(),
-        RowSchedule(gap=4, runs=2, block=16, batch=4, narrow=16),
-        RowSchedule(gap=16, runs=1, batch=8),
-        RowSchedule(gap=2, runs=8),
+        RowFoldSchedule(),
+        RowFoldSchedule(gap=4, runs=2, block=16, batch=4, narrow=16),
+        RowFoldSchedule(gap=16, runs=1, batch=8),
+        RowFoldSchedule(gap=2, runs=8),
     ],
     ids=str,
 )

@@ -6,9 +6,8 @@ from torch import nn
 
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.linear import glu_linear as glu_linear_module
-from rl_consistency.kernels.linear.glu_linear import glu_linear
-from rl_consistency.kernels.linear.op import linear
+from rl_consistency.kernels.linear import op as glu_linear_module
+from rl_consistency.kernels.linear.op import glu_linear, linear
 from rl_consistency.parity.bytes import same_bytes
 
 ROWS, K, N = 75, 160, 48

@@ -11,8 +11,8 @@ from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums, launch_steps
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import (
     fold_columns,
     fold_outer,
@@ -194,7 +194,7 @@ def test_every_schedule_of_rows_gives_the_bytes_of_the_cpu(dtype):
     start = expected.cuda()
     known = ids < 256
     expected.index_add_(0, ids[known], rows[known].float())
-    row_schedule = gradient_rows_triton.Schedule
+    row_schedule = gradient_rows_triton.RowFoldSchedule
     for schedule in (
         row_schedule(),
         row_schedule(gap=16, runs=2, batch=16, narrow=512),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
-from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import (
     fold_columns,
 )
