@@ -15,11 +15,11 @@ from benchmarks.peers import liger
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.suite import Case, cases, gradients, normal
 from benchmarks.timing import Contestant, Machine, Race
-from rl_consistency.kernels.embedding.op import embedding
-from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.op import fold_rows
+from rl_consistency.kernels.pointwise.embedding import embedding
+from rl_consistency.kernels.pointwise.glu import glu
+from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
 
 EPS = 1e-6
 KV_SHARE = 4

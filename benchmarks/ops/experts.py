@@ -22,9 +22,9 @@ from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.op import experts as expert_sum
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.kernels.router.op import route
 from rl_consistency.models.families import SPARSE, modeling
 
 ACTIVATION = "silu"

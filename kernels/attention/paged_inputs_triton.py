@@ -31,10 +31,10 @@ from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.rms_norm.forward_triton import mean_of, row_tree
+from rl_consistency.kernels.pointwise.rotary import require_rotary, rotary
+from rl_consistency.kernels.rms_norm.norm_triton import mean_of, row_tree
 from rl_consistency.kernels.rms_norm.op import require_norm, rms_norm
 from rl_consistency.kernels.rms_norm.schedules import block_width
-from rl_consistency.kernels.rotary.op import require_rotary, rotary
 
 MOST_HEADS = 8
 """Heads of one program."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
 from torch.autograd.graph import increment_version
@@ -22,25 +22,29 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def kernel_op(
-    *, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+    *, fake: Callable[..., Any], mutates: tuple[str, ...] = (), name: str | None = None
 ) -> Callable[[_Launcher], _Launcher]:
     """A decorator that registers a launcher as `torch.ops.rl_consistency.<its name>`.
 
     Args:
-        fake: takes the launcher's arguments and returns empty results of the right shapes, dtypes
-            and device; returns None for a launcher that only mutates.
+        fake: takes the op's arguments and returns empty results of the right shapes, dtypes and
+            device; returns None for a launcher that only mutates.
         mutates: names of the arguments that the launcher writes into.
+        name: of the op, where it differs from the launcher's. The op then has the launcher's
+            arguments but `schedule`, and calls what the launcher's module binds to the launcher's
+            name: a mutant of `verify` takes its place there.
     """
 
     def register(launcher: _Launcher) -> _Launcher:
+        run = launcher if name is None else _by_name(launcher)
         op: Any = torch.library.custom_op(
-            f"{NAMESPACE}::{launcher.__name__}", launcher, mutates_args=mutates
+            f"{NAMESPACE}::{name or launcher.__name__}", run, mutates_args=mutates
         )
         op.register_fake(fake)
-        signature = inspect.signature(launcher)
-        written = [list(signature.parameters).index(name) for name in mutates]
+        signature = inspect.signature(run)
+        written = [list(signature.parameters).index(argument) for argument in mutates]
 
-        @wraps(launcher)
+        @wraps(run)
         def call(*operands: Any, **named: Any) -> Any:
             if named:
                 operands = signature.bind(*operands, **named).args
@@ -49,8 +53,28 @@ def kernel_op(
             for index in written:
                 # The op does the same: a backward pass that saved the tensor notices the change.
                 increment_version(operands[index])
-            return launcher(*operands)
+            return run(*operands)
 
         return cast("_Launcher", call)
 
     return register
+
+
+def _by_name(launcher: Any) -> Callable[..., Any]:
+    """What calls the launcher by its module's name for it, without `schedule`. The types of its
+    arguments are objects, since they stand in another module than this function."""
+    bound, stem = launcher.__globals__, launcher.__name__
+
+    def run(*operands: Any) -> Any:
+        return bound[stem](*operands)
+
+    signature, types = inspect.signature(launcher), get_type_hints(launcher)
+    parameters = [
+        parameter.replace(annotation=types[parameter.name])
+        for parameter in signature.parameters.values()
+        if parameter.name != "schedule"
+    ]
+    own: Any = run
+    own.__doc__ = launcher.__doc__
+    own.__signature__ = inspect.Signature(parameters, return_annotation=types["return"])
+    return own

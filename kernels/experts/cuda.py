@@ -14,21 +14,18 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.experts import library
-from rl_consistency.kernels.experts.few_rows_triton import expert_few_rows_op
-from rl_consistency.kernels.experts.fold_triton import expert_fold_op
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.fold_triton import Runs, expert_fold_op, find_runs
+from rl_consistency.kernels.experts.pairs_triton import (
+    activate_pairs,
+    expert_combine_op,
+    expert_pair_bwd_op,
+    expert_pairs_op,
+    gather_pairs,
+)
 from rl_consistency.kernels.experts.products_triton import (
     expert_gate_up_op,
     expert_product_op,
 )
-from rl_consistency.kernels.experts.rows_triton import (
-    activate_pairs,
-    expert_combine_op,
-    expert_pair_bwd_op,
-    gather_pairs,
-)
-from rl_consistency.kernels.experts.runs_triton import Runs, find_runs
-from rl_consistency.kernels.experts.schedules import pick_few
 
 
 @dataclass(eq=False)
@@ -61,20 +58,11 @@ def experts_fwd(
     layout: AttentionLayout,
     activation: str,
     recorded: bool,
-) -> tuple[Tensor, Tensor, RoutedRows | None]:
-    """y [R, H]; gate and up of each pair; the pairs, for the backward pass.
-
-    Gate and up are empty unless they are `recorded` or the library computed them. The pairs are
-    None where the kernels of few rows ran.
-    """
-    numbers = layout.tables(x.device)
-    starts, lens = numbers.query_start, numbers.tokens
-    experts, hidden, width = down.shape
-    sizes = expert_ids.shape[1], experts, hidden, width
-    if not recorded and len(x) and pick_few(len(x), *sizes, x.dtype, x.device) is not None:
-        y = expert_few_rows_op(x, expert_ids, weights, gate_up, down, starts, lens, activation)
-        return y, x.new_empty((0, 2 * width)), None
-    pairs, places, first = expert_pairs_op(expert_ids, starts, lens, experts)
+) -> tuple[Tensor, Tensor, RoutedRows]:
+    """y [R, H]; gate and up of each pair, empty unless they are `recorded` or the library computed
+    them; the pairs, for the backward pass."""
+    numbers, experts = layout.tables(x.device), len(down)
+    pairs, places, first = expert_pairs_op(expert_ids, numbers.query_start, numbers.tokens, experts)
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
     if x.shape[0] == 0:
         return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed

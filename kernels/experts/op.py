@@ -31,8 +31,8 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.experts import cpu, cuda
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_reference
 
 ORDER = ReductionOrder(
     id="experts",

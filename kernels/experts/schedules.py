@@ -11,7 +11,7 @@ fit a short tile multiplies no more filler than that has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -114,75 +114,6 @@ PRODUCTS_FP32 = _table(
 """Schedules of products, and of gate and up, in fp32."""
 
 
-@dataclass(frozen=True)
-class FewSchedule:
-    """How both kernels of `few_rows_triton` are cut into programs; it changes no bit."""
-
-    gate_up: Schedule
-    """Its tile has so many columns of gate and of up."""
-    down: Schedule
-    """Its tile has columns of all experts of a row, equally many of each."""
-
-    @classmethod
-    def named(cls, name: str) -> FewSchedule:
-        """The schedule of a name: those of both kernels with a `+` between them."""
-        return cls(*map(Schedule.named, name.split("+")))
-
-    @property
-    def name(self) -> str:
-        """What `named` reads."""
-        return f"{self.gate_up.name}+{self.down.name}"
-
-    def fitted(self, pairs: int, slots: int, hidden: int, width: int) -> FewSchedule:
-        """The schedule with narrower tiles where that gives a call about `FEW_PROGRAMS` programs;
-        of the second kernel more than half as many for each row. `slots` is the next power of two
-        of a row's experts. Narrow tiles of the second kernel are as much longer."""
-        gate_up, down = self.gate_up, self.down
-        while gate_up.block_n > 16 and pairs * cdiv(width, gate_up.block_n) < FEW_PROGRAMS:
-            gate_up = replace(gate_up, block_n=gate_up.block_n // 2)
-        least = max(LEAST_COLUMNS, 16 // slots)
-        columns = next_power_of_2(cdiv(hidden, FEW_PROGRAMS))
-        columns = max(least, min(columns, down.block_n // slots))
-        longer = min(down.block_k * down.block_n // (columns * slots), LONGEST_STEP)
-        return FewSchedule(gate_up, replace(down, block_n=columns * slots, block_k=longer))
-
-    def within(self, limit: int) -> FewSchedule:
-        """The schedule with as many stages as fit `limit` bytes of shared memory."""
-        # A stage of the first kernel holds a tile of gate and one of up.
-        both = replace(self.gate_up, block_n=2 * self.gate_up.block_n).within(limit, 2, 2)
-        gate_up = replace(self.gate_up, stages=both.stages)
-        return FewSchedule(gate_up, self.down.within(limit, 2, 2))
-
-
-FEW = tuple(
-    FewSchedule.named(name)
-    for name in (
-        "pointer-16x32x128-w4-s5+pointer-16x128x128-w4-s4",
-        "pointer-16x64x128-w4-s4+pointer-16x128x64-w4-s6",
-        "pointer-16x32x64-w4-s6+pointer-16x64x128-w4-s5",
-    )
-)
-"""Schedules for bf16 and fp16. A call that `tune` has not timed gets the first one, `fitted`."""
-
-FEW_PROGRAMS = 128
-"""Programs that keep the memory busy: about one for each multiprocessor."""
-
-LEAST_COLUMNS = 8
-"""Columns of an expert that a program has, at least."""
-
-LONGEST_STEP = 256
-"""The most elements of the inner dimension that a program holds at once."""
-
-BY_PAIRS = "by-pairs"
-"""The candidate of a `few_work` that finds pairs first, as calls of more rows do."""
-
-MOST_FEW = 4
-"""Rows up to which each row reads the weights of its experts for itself. With more, reading shared
-experts again takes longer than finding pairs."""
-
-MOST_TOP_K = 16
-"""Experts of a row, at most, for which there are kernels of few rows."""
-
 BLOCK_STEPS = 64
 """Steps of a run that a program loads at once, at most."""
 
@@ -282,28 +213,6 @@ def pick_product(
     own = tuple(s for s in own if s.kind == "tma") or own
     mean = cdiv(pairs, experts)
     return next((s for s in own if s.mean >= mean), own[-1])
-
-
-def few_work(dtype: torch.dtype, top_k: int, experts: int, hidden: int, width: int) -> str:
-    """The work of `pick_few` with one row. No other is tuned, since 2 to 16 rows share a bucket."""
-    sizes = f"top{top_k}", f"e{experts}", f"n{hidden}", f"k{width}"
-    return work_name("experts_few", dtype, *sizes, rows=1)
-
-
-@picked_once
-def pick_few(
-    rows: int, top_k: int, experts: int, hidden: int, width: int, dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> FewSchedule | None:  # fmt: skip
-    """The schedule of a call of few rows without gradients; None where pairs are found first."""
-    if dtype == torch.float32 or top_k > MOST_TOP_K or rows > MOST_FEW:
-        return None
-    own: tuple[FewSchedule | str, ...] = (*FEW, BY_PAIRS)
-    work = few_work(dtype, top_k, experts, hidden, width)
-    found = choose(device, work, own) if rows == 1 else None
-    if isinstance(found, str):
-        return None
-    return (found or FEW[0]).fitted(rows * top_k, next_power_of_2(top_k), hidden, width)
 
 
 def fold_candidates(dtype: torch.dtype, *, tma: bool) -> tuple[FoldSchedule, ...]:

@@ -30,7 +30,6 @@ from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_colum
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.product_triton import (
     SHARED_BYTES,
@@ -39,6 +38,7 @@ from rl_consistency.kernels.matmul.product_triton import (
     tile_position,
 )
 from rl_consistency.kernels.matmul.schedules import Schedule
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_value
 
 
 @remembered

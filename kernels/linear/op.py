@@ -32,7 +32,12 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.glu.op import (
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import fold_columns, fold_outer
+from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_op, qkv_op
+from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
+from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.pointwise.glu import (
     ACTIVATIONS,
     glu,
     glu_gradients,
@@ -40,11 +45,6 @@ from rl_consistency.kernels.glu.op import (
     glu_values,
     require_gated,
 )
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
-from rl_consistency.kernels.gradient_fold.op import fold_columns, fold_outer
-from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_op, qkv_op
-from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
-from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 
 ORDER = ReductionOrder(
     id="linear",

@@ -26,8 +26,7 @@ from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums, 
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_columns
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd_op
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd_op, rms_norm_fwd_op
 
 _FORMULA = (
     "in fp32; round = to the dtype\n"

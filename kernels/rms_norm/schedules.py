@@ -28,7 +28,7 @@ SCRATCH_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
-class Schedule:
+class NormSchedule:
     """How programs share the rows; it changes no bit."""
 
     warps: int
@@ -40,29 +40,29 @@ class Schedule:
     """Chunks that a backward program loads ahead into shared memory; 1 loads into registers."""
 
 
-FORWARD: dict[int, Schedule] = {
-    64: Schedule(4, rows=32),
-    128: Schedule(4, rows=32),
-    256: Schedule(4, rows=16),
-    512: Schedule(4, rows=8),
-    1024: Schedule(1),
-    2048: Schedule(2),
-    4096: Schedule(4),
-    8192: Schedule(8),
-    16384: Schedule(16),
+FORWARD: dict[int, NormSchedule] = {
+    64: NormSchedule(4, rows=32),
+    128: NormSchedule(4, rows=32),
+    256: NormSchedule(4, rows=16),
+    512: NormSchedule(4, rows=8),
+    1024: NormSchedule(1),
+    2048: NormSchedule(2),
+    4096: NormSchedule(4),
+    8192: NormSchedule(8),
+    16384: NormSchedule(16),
 }
 """Row width, rounded up to a power of two -> forward schedule."""
 
-BACKWARD: dict[int, Schedule] = {
-    64: Schedule(4),
-    128: Schedule(4),
-    256: Schedule(8),
-    512: Schedule(2),
-    1024: Schedule(4, stages=3),
-    2048: Schedule(4, stages=3),
-    4096: Schedule(4, split=2, stages=3),
-    8192: Schedule(16, split=2),
-    16384: Schedule(16, split=2),
+BACKWARD: dict[int, NormSchedule] = {
+    64: NormSchedule(4),
+    128: NormSchedule(4),
+    256: NormSchedule(8),
+    512: NormSchedule(2),
+    1024: NormSchedule(4, stages=3),
+    2048: NormSchedule(4, stages=3),
+    4096: NormSchedule(4, split=2, stages=3),
+    8192: NormSchedule(16, split=2),
+    16384: NormSchedule(16, split=2),
 }
 """Row width, rounded up to a power of two -> schedule of the wide kernel of the backward pass."""
 
@@ -106,21 +106,21 @@ def is_narrow(width: int, rows_per_token: int) -> bool:
     return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
 
 
-def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
+def candidates(width: int, rows_per_token: int | None = None) -> list[NormSchedule]:
     """Schedules worth timing: of the wide backward kernel, or of the forward pass if
     `rows_per_token` is None."""
     block = block_width(width)
     if rows_per_token is None:
         tiles = (1, 2) if block >= 1024 else (2048 // block, 4096 // block)
         return [
-            Schedule(warps, rows=rows)
+            NormSchedule(warps, rows=rows)
             for rows in tiles
             for warps in (1, 2, 4, 8, 16)
             if 8 <= rows * block // (32 * warps) <= 128
         ]
     held = chunk_rows(rows_per_token) * block
     return [
-        Schedule(warps, split=split, stages=stages)
+        NormSchedule(warps, split=split, stages=stages)
         for split in (1, 2)
         for warps in (1, 2, 4, 8, 16)
         for stages in (1, 2, 3)
@@ -142,7 +142,7 @@ def norm_work(
 def pick_forward(
     width: int, rows: int = 0, dtype: torch.dtype | None = None, adds: bool = False,
     device: torch.device | None = None,
-) -> Schedule:  # fmt: skip
+) -> NormSchedule:  # fmt: skip
     """The forward schedule of a row width; with a device, the one that `tune` found for so many
     rows of a dtype."""
     rule = FORWARD[max(block_width(width), min(FORWARD))]
@@ -156,7 +156,7 @@ def pick_forward(
 def pick_backward(
     width: int, rows_per_token: int, rows: int = 0, dtype: torch.dtype | None = None,
     adds: bool = False, device: torch.device | None = None,
-) -> Schedule:  # fmt: skip
+) -> NormSchedule:  # fmt: skip
     """The wide kernel's schedule of a row width, more heads taking more warps; with a device, the
     one that `tune` found for so many rows of a dtype."""
     block = block_width(width)
@@ -173,7 +173,7 @@ def pick_backward(
 
 
 @cache
-def within_shared(schedule: Schedule, chunk_bytes: int, limit: int) -> Schedule:
+def within_shared(schedule: NormSchedule, chunk_bytes: int, limit: int) -> NormSchedule:
     """The schedule with as many stages of `chunk_bytes` as fit `limit` bytes of shared memory."""
     stages = min(schedule.stages, 1 + (limit - SCRATCH_BYTES) // chunk_bytes)
     return replace(schedule, stages=max(stages, 1))

@@ -19,7 +19,10 @@ Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguy
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,15 +30,11 @@ from torch import Tensor
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.sampling.distribution import (
-    Distribution,
-    ReducedDistribution,
-    WrittenDistribution,
-)
-from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
+from rl_consistency.kernels.sampling.draw_triton import vocabulary_draw, vocabulary_logprobs
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
+    vocabulary_shifted,
 )
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 
@@ -69,6 +68,193 @@ ORDER = ReductionOrder(
     "  S = tree(S_b * f);  W = tree(fma(S_b, m_b - m, W_b) * f)\n"
     "log_normalizer = log S;  entropy = log S - W / S",
 )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SamplingRows:
+    """Sampling parameters, one entry per row of logits."""
+
+    temperature: Tensor  # [T] fp32, >= 0; 0 is greedy
+    top_k: Tensor  # [T] int64, >= 0; 0 keeps all
+    top_p: Tensor  # [T] fp32 in (0, 1]; 1 keeps all
+    min_p: Tensor  # [T] fp32 in [0, 1]; 0 keeps all
+
+    @classmethod
+    def uniform(
+        cls,
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> SamplingRows:
+        """`count` rows with the same parameters; ValueError on one outside its range."""
+        if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
+            raise ValueError(
+                f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p "
+                f"{min_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1."
+            )
+
+        def filled(size: int, where: torch.device | str) -> SamplingRows:
+            return cls(
+                temperature=torch.full((size,), temperature, dtype=torch.float32, device=where),
+                top_k=torch.full((size,), top_k, dtype=torch.int64, device=where),
+                top_p=torch.full((size,), top_p, dtype=torch.float32, device=where),
+                min_p=torch.full((size,), min_p, dtype=torch.float32, device=where),
+            )
+
+        one = filled(1, "cpu")
+        return filled(count, device).knowing(
+            truncates=one.truncates, unit_temperature=one.unit_temperature
+        )
+
+    @classmethod
+    def concatenate(cls, parts: list[SamplingRows]) -> SamplingRows:
+        """The rows of several parts, one after another."""
+        rows = cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)})
+        if all(len(part._known) == 2 for part in parts):
+            return rows.knowing(
+                truncates=any(part.truncates for part in parts),
+                unit_temperature=all(part.unit_temperature for part in parts),
+            )
+        return rows
+
+    def select(self, index: Tensor | slice) -> SamplingRows:
+        """The rows chosen by an index, mask or slice."""
+        rows = SamplingRows(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return rows.knowing(**self._known)
+
+    def to(self, device: torch.device | str) -> SamplingRows:
+        """These rows on a device. The copy knows `truncates` and `unit_temperature`."""
+        known = {"truncates": self.truncates, "unit_temperature": self.unit_temperature}
+        rows = SamplingRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return rows.knowing(**known)
+
+    @property
+    def divisor(self) -> Tensor:
+        """[T] fp32 temperatures, 1 where greedy."""
+        return self.temperature.masked_fill(self.temperature == 0, 1.0)
+
+    @cached_property
+    def truncates(self) -> bool:
+        """Whether any row restricts its support; selected rows keep the answer of their source.
+
+        It chooses a schedule and changes no bit.
+        """
+        return bool(
+            ((self.temperature == 0) | (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
+        )
+
+    @cached_property
+    def unit_temperature(self) -> bool:
+        """Whether every temperature is known to be 1; changes no bit."""
+        return bool((self.temperature == 1).all())
+
+    @property
+    def _known(self) -> dict[str, bool]:
+        """The answers for `truncates` and `unit_temperature` that have been read."""
+        names = ("truncates", "unit_temperature")
+        return {name: self.__dict__[name] for name in names if name in self.__dict__}
+
+    def knowing(self, **answers: bool) -> SamplingRows:
+        """These rows with known answers for `truncates` and `unit_temperature`."""
+        self.__dict__.update(answers)
+        return self
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Distribution(ABC):
+    """What a row's token is drawn from.
+
+    Example: logits [[1, 3, 2]] at temperature 1 and top_k 2 give scaled [[-inf, 0, -1]],
+    log_normalizer [0.3133] and probabilities [[0, 0.7311, 0.2689]].
+    """
+
+    log_normalizer: Tensor
+    """[T] fp32, log of the sum of exp(scaled), without the row's maximum, which would round away
+    low bits of every probability."""
+
+    @property
+    @abstractmethod
+    def scaled(self) -> Tensor:
+        """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
+
+    @abstractmethod
+    def logprobs_of(self, token_ids: Tensor) -> Tensor:
+        """[T] fp32 log-probability of one token per row; -inf outside the support."""
+
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """[T] fp32 entropy in nats."""
+
+    def probabilities(self) -> Tensor:
+        """[T, V] fp32."""
+        return torch.exp(self.scaled - self.log_normalizer.unsqueeze(1))
+
+    def surprise(self, probabilities: Tensor) -> Tensor:
+        """[T, V] fp32 negative log-probabilities; 0 where the probability is 0."""
+        surprise = self.log_normalizer.unsqueeze(1) - self.scaled
+        return surprise.masked_fill(probabilities == 0, 0.0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WrittenDistribution(Distribution):
+    """A distribution on a CPU: its scaled logits lie in memory."""
+
+    written: Tensor  # [T, V] fp32, the scaled logits
+
+    @property
+    def scaled(self) -> Tensor:
+        return self.written
+
+    def logprobs_of(self, token_ids: Tensor) -> Tensor:
+        picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        return picked - self.log_normalizer
+
+    def entropy(self) -> Tensor:
+        probabilities = self.probabilities()
+        return tree_sum(probabilities * self.surprise(probabilities))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReducedDistribution(Distribution):
+    """A distribution on CUDA. Methods read the given logits again, so those must not change."""
+
+    logits: Tensor  # [T, V] fp32 with unit column stride, unscaled
+    divisor: Tensor  # [T] fp32 temperatures, 1 where greedy
+    unit_temperature: bool  # whether every divisor is known to be 1
+    support: Tensor | None  # [2, T] int32 for `statistics_triton`; None: every id is in it
+    top: Tensor  # [T] fp32, the row's largest logit / temperature
+    row_entropy: Tensor  # [T] fp32
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        return vocabulary_shifted(
+            self.logits, self.divisor, self.top, self.unit_temperature, self.support
+        )
+
+    def logprobs_of(self, token_ids: Tensor) -> Tensor:
+        return vocabulary_logprobs(*self._rows, token_ids, self.unit_temperature)
+
+    def entropy(self) -> Tensor:
+        return self.row_entropy
+
+    def draw(self, uniforms: Tensor) -> Tensor:
+        """[T] int64: the first id whose cumulative weight exceeds u times the total, u [T] fp64 in
+        [0, 1). An id weighs floor(p * 2**52), with the exp of `ORDER`'s masses; a NaN row gives 0.
+        """
+        if uniforms.dtype != torch.float64 or uniforms.shape != self.log_normalizer.shape:
+            raise ValueError(
+                f"sampling: uniforms are {uniforms.dtype} {tuple(uniforms.shape)} for "
+                f"{self.logits.shape[0]} rows; need fp64, one per row."
+            )
+        return vocabulary_draw(*self._rows, uniforms, self.unit_temperature)
+
+    @property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        return self.logits, self.divisor, self.support, self.top, self.log_normalizer
 
 
 def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:

@@ -1,4 +1,5 @@
-"""The LM head's three products: logits, and the gradients of hidden states and weight.
+"""The LM head's three products: logits, and the gradients of hidden states and weight; and the
+checks of their operands.
 
 Rows come in chunks, so that the logits or logit gradients of all rows never exist at one time.
 """
@@ -16,6 +17,9 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer,
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 
+IGNORED = -100
+"""Target of a row that is not scored; its logprob and entropy are 0."""
+
 
 def lm_head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits [T, V] fp32, unrounded, of hidden [T, H] and weight [V, H]."""
@@ -30,6 +34,31 @@ def require_head(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"token_logprobs: hidden {tuple(hidden.shape)} does not fit the LM head "
             f"{tuple(weight.shape)}; they are [tokens, hidden_size] and [vocab, hidden_size]."
+        )
+
+
+def require_targets(
+    targets: Tensor, hidden: Tensor, vocabulary: int, *, values: bool = True
+) -> None:
+    """ValueError unless targets are one int64 token id, or `IGNORED`, per row of hidden states.
+
+    On CUDA the check of their values copies two numbers to the host. Without it, and in graph
+    capture, which allows no copy, an id outside the vocabulary gets the logprob NaN.
+    """
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"token_logprobs: targets {tuple(targets.shape)} {targets.dtype} for hidden "
+            f"{tuple(hidden.shape)}; one int64 target per row."
+        )
+    capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not values or targets.numel() == 0 or capturing:
+        return
+    scored = targets.masked_fill(targets == IGNORED, 0)
+    low, high = torch.stack(scored.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token_logprobs: targets span [{low}, {high}], the LM head has {vocabulary} rows. Use "
+            "the tokenizer that belongs to the model."
         )
 
 

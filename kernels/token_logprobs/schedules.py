@@ -18,7 +18,7 @@ UNFUSED = "unfused"
 
 
 @dataclass(frozen=True)
-class Schedule:
+class HeadSchedule:
     """How the LM head's product is cut into programs; neutral to the bits."""
 
     kind: str  # "tma": tiles copied by descriptor, sm_90 on; "pointer": any GPU, any strides
@@ -41,19 +41,19 @@ class Schedule:
 # `pick` takes "tma" and "pointer"; the others serve to compare bytes. Only 256-wide tiles are
 # flattened: with 128-wide ones the compiler waits for every matrix step before the next.
 STATISTICS_SCHEDULES = {
-    "tma": Schedule("tma", 128, 256, 64, 8, 4, group=16, flatten=True),
-    "tma tall": Schedule("tma", 256, 128, 64, 8, 4),
-    "tma pair": Schedule("tma", 128, 128, 64, 4, 3, programs=2),
-    "pointer": Schedule("pointer", 128, 128, 32, 8, 3),
-    "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
+    "tma": HeadSchedule("tma", 128, 256, 64, 8, 4, group=16, flatten=True),
+    "tma tall": HeadSchedule("tma", 256, 128, 64, 8, 4),
+    "tma pair": HeadSchedule("tma", 128, 128, 64, 4, 3, programs=2),
+    "pointer": HeadSchedule("pointer", 128, 128, 32, 8, 3),
+    "pointer low": HeadSchedule("pointer", 16, 256, 64, 4, 3),
 }
 """Schedules of the forward product, whose accumulator is reduced in registers."""
 GRADIENT_SCHEDULES = {
-    "tma": Schedule("tma", 128, 256, 64, 8, 3, flatten=True),
-    "tma tall": Schedule("tma", 256, 128, 64, 8, 3),
-    "tma pair": Schedule("tma", 128, 128, 64, 4, 3, programs=2),
-    "pointer": Schedule("pointer", 128, 128, 32, 8, 3),
-    "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
+    "tma": HeadSchedule("tma", 128, 256, 64, 8, 3, flatten=True),
+    "tma tall": HeadSchedule("tma", 256, 128, 64, 8, 3),
+    "tma pair": HeadSchedule("tma", 128, 128, 64, 4, 3, programs=2),
+    "pointer": HeadSchedule("pointer", 128, 128, 32, 8, 3),
+    "pointer low": HeadSchedule("pointer", 16, 256, 64, 4, 3),
 }
 """Schedules of the product that backward turns into logit gradients."""
 

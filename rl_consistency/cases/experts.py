@@ -13,9 +13,9 @@ from torch import Tensor
 from rl_consistency.cases.case import MANY, Case, Setting, seeds, weight_scale
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts, experts_reference
-from rl_consistency.kernels.glu.op import glu
+from rl_consistency.kernels.experts.route import route_reference, route_with_logits
 from rl_consistency.kernels.linear.op import linear
-from rl_consistency.kernels.router.op import route_reference, route_with_logits
+from rl_consistency.kernels.pointwise.glu import glu
 
 EXPERTS, TOP_K, INNER = 12, 3, 48
 

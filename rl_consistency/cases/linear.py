@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.cases.case import MANY, ROWS, Case, Setting, seeds, weight_scale
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.linear.op import (
     glu_linear,
     linear,
@@ -18,6 +17,7 @@ from rl_consistency.kernels.linear.op import (
     linear_reference,
 )
 from rl_consistency.kernels.matmul.op import matmul_nt
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu
 
 
 def matmul_cases(setting: Setting) -> Iterator[Case]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rl_consistency.cases.case import ROWS, Case, Setting, seeds
 from rl_consistency.cases.probe import probe_tokens
-from rl_consistency.kernels.embedding.op import embedding, embedding_reference
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
-from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
+from rl_consistency.kernels.pointwise.embedding import embedding, embedding_reference
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu, glu_reference
+from rl_consistency.kernels.pointwise.rotary import rotary, rotary_reference, rotary_table
 
 REACH = 8
 """Distance of the positions of two rows that are rotated."""

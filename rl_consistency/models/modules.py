@@ -27,12 +27,12 @@ from rl_consistency.kernels.attention.layout import (
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.embedding.op import embedding
-from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import glu_linear, linear, linear_glu, linear_qkv
+from rl_consistency.kernels.pointwise.embedding import embedding
+from rl_consistency.kernels.pointwise.glu import glu
+from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.hooks_and_checkpointing import captures_outputs
 from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import Strictness, current, is_canonical

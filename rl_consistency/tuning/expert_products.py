@@ -14,15 +14,15 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.device import has_tma, sm_count
-from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.experts import schedules
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
-from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
+from rl_consistency.kernels.experts.fold_triton import Runs, describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.library import library_product
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.pairs_triton import (
+    activate_pairs,
+    expert_pairs_op,
+    gather_pairs,
+)
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import activate_pairs, combine_fwd, gather_pairs
-from rl_consistency.kernels.experts.runs_triton import Runs, find_runs
 from rl_consistency.kernels.experts.schedules import Product
 from rl_consistency.tuning.products import drawn, least_seconds
 from rl_consistency.tuning.work import Work
@@ -74,47 +74,6 @@ def expert_product(
         entry=schedules.product_work(product, dtype, tma, *sizes),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, pairs * weight[0] * weight[1]),
-    )
-
-
-def one_row(
-    device: torch.device, top_k: int, experts: int, hidden: int, width: int, dtype: torch.dtype,
-    activation: str, calls: float,
-) -> Work:  # fmt: skip
-    """All of the experts of one row without gradients, by the kernels of few rows and by pairs."""
-
-    def operands() -> tuple[Tensor, ...]:
-        shapes = (1, hidden), (experts, 2 * width, hidden), (experts, hidden, width)
-        ids = _even_ids(1, top_k, experts, device)
-        weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).to(device)
-        x, gate_up, down = drawn(device, dtype, *shapes)
-        return x, ids, weights, gate_up, down, ids.new_zeros(1), ids.new_ones(1)
-
-    def own(schedule: Any, *given: Tensor) -> Tensor:
-        x, ids, weights, gate_up, down, start, length = given
-        tables = ids, weights, gate_up, down, start, length
-        fitted = schedule.fitted(top_k, next_power_of_2(top_k), hidden, width)
-        return few_rows_fwd(x, *tables, activation, fitted)
-
-    def by_pairs(*given: Tensor) -> Tensor:
-        x, ids, weights, gate_up, down, start, length = given
-        found, places, first = expert_pairs_op(ids, start, length, experts)
-        activated, _ = gate_up_fwd(x, gate_up, first, found, top_k, activation, False)
-        outputs = product_fwd(activated, down, "nt", first, found, top_k, False)
-        return combine_fwd(outputs, places, weights)
-
-    sizes = top_k, experts, hidden, width
-    moved = 3 * top_k * hidden * width * dtype.itemsize
-    return Work(
-        op="experts one row",
-        shape={"k_of": f"{top_k}/{experts}", "n": hidden, "k": width},
-        operands=operands,
-        candidates=_by_name(schedules.FEW, own) | {schedules.BY_PAIRS: by_pairs},
-        picked=schedules.FEW[0].name,
-        entry=schedules.few_work(dtype, *sizes),
-        moved_bytes=moved,
-        # Less than its second product, whose winner the way by pairs takes.
-        seconds=calls * least_seconds(moved, 3 * top_k * hidden * width) / 4,
     )
 
 

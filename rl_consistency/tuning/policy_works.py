@@ -17,7 +17,7 @@ from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
-from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK
+from rl_consistency.kernels.token_logprobs.cuda import STATISTICS_CHUNK
 from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.tuning.products import (

@@ -10,20 +10,18 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.findings import schedule_name
-from rl_consistency.kernels.glu import activation_triton as glu
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
+from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
-from rl_consistency.kernels.rotary import rotation_triton as rotary
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.sampling.statistics_triton import vocabulary_combine
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
-from rl_consistency.kernels.token_logprobs.backward_triton import (
+from rl_consistency.kernels.token_logprobs.head_triton import (
     token_gradient,
     token_gradient_table,
+    token_statistics,
 )
-from rl_consistency.kernels.token_logprobs.forward_triton import token_statistics
-from rl_consistency.kernels.token_logprobs.targets import IGNORED
+from rl_consistency.kernels.token_logprobs.lm_head import IGNORED
 from rl_consistency.tuning.products import drawn, least_seconds
 from rl_consistency.tuning.work import Work
 
@@ -36,11 +34,11 @@ def glu_work(
 ) -> Work:  # fmt: skip
     """The gated activation of [rows, width], "forward" or "backward"."""
 
-    def forward(schedule: glu.Schedule, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(schedule: glu.GluSchedule, gate: Tensor, up: Tensor) -> Tensor:
         return glu.glu_fwd(gate, up, activation, schedule)
 
-    def backward(schedule: glu.Schedule, dy: Tensor, gate: Tensor, up: Tensor) -> Any:
-        return glu.glu_bwd(dy, gate, up, activation, schedule)
+    def backward(schedule: glu.GluSchedule, dy: Tensor, gate: Tensor, up: Tensor) -> Any:
+        return tuple(glu.glu_bwd(dy, gate, up, activation, False, schedule))
 
     call, count = (forward, 2) if direction == "forward" else (backward, 3)
     return _work(
@@ -66,7 +64,7 @@ def rotary_work(
         q, k = drawn(device, dtype, (tokens, heads, dim), (tokens, kv_heads, dim))
         return q, k, *drawn(device, FP32, (tokens, dim // 2), (tokens, dim // 2))
 
-    def call(schedule: rotary.Schedule, *given: Tensor) -> Any:
+    def call(schedule: rotary.RotarySchedule, *given: Tensor) -> Any:
         return rotary.rotary_fwd(*given, inverse=False, schedule=schedule)
 
     return _work(
@@ -88,7 +86,7 @@ def norm_forward(
 ) -> Work:  # fmt: skip
     """RMSNorm of [rows, width], after the addition of a residual if it `adds` one."""
 
-    def call(schedule: rms_norm.Schedule, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    def call(schedule: rms_norm.NormSchedule, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         return rms_norm_fwd(x, residual if adds else None, weight[0], 1e-6, schedule)
 
     shape = rows, width
@@ -118,7 +116,7 @@ def norm_backward(
         return *found, drawn(device, FP32, (rows, 1))[0].abs()
 
     def call(
-        schedule: rms_norm.Schedule, dy: Tensor, x: Tensor, dtotal: Tensor, weight: Tensor,
+        schedule: rms_norm.NormSchedule, dy: Tensor, x: Tensor, dtotal: Tensor, weight: Tensor,
         rstd: Tensor,
     ) -> Any:  # fmt: skip
         added = dtotal if adds else None

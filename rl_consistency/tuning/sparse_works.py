@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rl_consistency.kernels.experts.schedules import MOST_TOP_K
 from rl_consistency.models.families import ACTIVATIONS, SPARSE, num_experts
-from rl_consistency.tuning.expert_products import expert_fold, expert_product, one_row
+from rl_consistency.tuning.expert_products import expert_fold, expert_product
 from rl_consistency.tuning.products import fold, product
 from rl_consistency.tuning.work import Work
 
@@ -33,8 +32,6 @@ def sparse_forward(
     activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
     yield product(device, "nt", m, experts, hidden, dtype, torch.float32, calls)
     sizes = m, top_k, experts
-    if m == 1 and top_k <= MOST_TOP_K and dtype != torch.float32:
-        yield one_row(device, top_k, experts, hidden, inner, dtype, activation, calls)
     yield expert_product(device, "gate_up", *sizes, inner, hidden, dtype, activation, calls)
     yield expert_product(device, "nt", *sizes, hidden, inner, dtype, calls=calls)
 

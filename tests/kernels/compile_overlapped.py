@@ -14,18 +14,16 @@ from rl_consistency.kernels.attention.layout import (
 )
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST, Cut
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import combine_fwd
+from rl_consistency.kernels.experts.route import choose_fwd
 from rl_consistency.kernels.experts.schedules import COMBINE
-from rl_consistency.kernels.glu.activation_triton import glu_fwd
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import DECODE
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
-from rl_consistency.kernels.router.choice_triton import choose_fwd
+from rl_consistency.kernels.matmul.schedules import DESCRIBED
+from rl_consistency.kernels.pointwise.glu import glu_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd
 from tests.kernels.attention.compile_for_sm90 import compile_only
 
 BF16 = torch.bfloat16
@@ -47,8 +45,6 @@ def expert_calls(x):
     yield lambda: expert_pairs_op(ids, first, first, 8)
     yield lambda: gate_up_fwd(x, gate_up, first, pairs, 8, "silu", False)
     yield lambda: product_fwd(x, gate_up, "nt", first, pairs, 8, True)
-    tables = ids[:2], ids[:2].float(), gate_up, gate_up.view(128, 896, 1536), first, first
-    yield lambda: few_rows_fwd(x[:2], *tables, "silu")
     yield lambda: combine_fwd(x.repeat(8, 1), ids[:16], ids[:16].float(), COMBINE[0])
 
 
@@ -85,7 +81,7 @@ def calls():
     for kind in ("tma", "pointer"):
         schedule = next(s for s in GATE_UP if s.kind == kind)
         yield lambda schedule=schedule: gate_up_glu_fwd(x, w, w, "silu", schedule)
-    overlapped = next(s for s in DECODE if s.overlap)
+    overlapped = next(s for s in DESCRIBED if s.overlap)
     yield lambda: matmul_fwd(x, w, None, "nt", BF16, overlapped)
     yield lambda: rms_norm_fwd(x, x, x[0], 1e-6)
     yield lambda: glu_fwd(w, w, "silu")

@@ -15,7 +15,6 @@ PREFETCHING = {
     "gate_up_glu_tma_kernel",
     "gate_up_glu_pointer_kernel",
     "tma_kernel",
-    "few_down_kernel",
 }
 """Kernels that ask for weights; in a CUDA graph decode asks for keys."""
 KERNELS = PREFETCHING | {
@@ -23,8 +22,6 @@ KERNELS = PREFETCHING | {
     "choose_kernel",
     "count_kernel",
     "place_kernel",
-    "gate_up_kernel",
-    "few_gate_up_kernel",
     "product_kernel",
     "combine_kernel",
     "paged_inputs_kernel",
@@ -61,7 +58,7 @@ def test_every_file_whose_launches_overlap_is_compiled(compiled):
 
 def test_launches_that_do_not_overlap_lie_between_tables_and_layers():
     """They are done before any kernel of a layer starts, and so is what was launched before."""
-    first = "embedding/gather_triton.py", "attention/cache_write_triton.py"
+    first = "pointwise/embedding.py", "attention/cache_write_triton.py"
     assert not any("launch_pdl" in (ROOT / "kernels" / file).read_text() for file in first)
 
 
@@ -76,13 +73,12 @@ def test_all_but_one_let_the_next_kernel_start_only_after_their_own_wait(compile
     assert {name for name, *_, releases in compiled if releases} == {"tma_kernel"}
 
 
-def test_what_is_read_before_that_is_tables_and_the_ids_that_say_what_to_ask_for(compiled):
+def test_what_is_read_before_that_is_tables(compiled):
     early = [(name, loads) for name, loads, *_ in compiled if loads]
     # Of attention the tile's two numbers, three of its sequence, and the blocks of two steps of
-    # keys; with groups the keys that a sequence shares. Of few rows the expert of a column; it is
-    # read again after the wait.
+    # keys; with groups the keys that a sequence shares.
     decode = [("attention_decode_kernel", loads) for loads in (7, 7, 8)]
-    assert early == [("few_down_kernel", 1), *decode]
+    assert early == decode
 
 
 def test_weights_and_keys_are_asked_for_before_that(compiled):

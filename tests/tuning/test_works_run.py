@@ -5,21 +5,18 @@ import torch
 
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
-from rl_consistency.kernels.experts.fold_triton import fold_runs
+from rl_consistency.kernels.experts.fold_triton import Runs, fold_runs
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.runs_triton import Runs
-from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
-from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
-from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
+from rl_consistency.kernels.pointwise.glu import glu_bwd, glu_fwd
+from rl_consistency.kernels.pointwise.rotary import rotary_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
+from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
-from rl_consistency.kernels.token_logprobs.plan import choose_plan
-from rl_consistency.tuning.expert_products import expert_fold, expert_product, one_row
+from rl_consistency.kernels.token_logprobs.cuda import choose_plan
+from rl_consistency.tuning.expert_products import expert_fold, expert_product
 from rl_consistency.tuning.products import fold, fused_gate_up, fused_qkv, product
 from rl_consistency.tuning.row_ops import (
     glu_work,
@@ -79,10 +76,6 @@ CASES = {
     "experts nn": (
         lambda dtype: expert_product(CPU, "nn", 9, 2, 4, 24, 48, dtype, by_row=True),
         lambda a, w, first, pairs: product_fwd(a, w, "nn", first, pairs, 2, True),
-    ),
-    "experts one row": (
-        lambda _: one_row(CPU, 3, 5, 48, 24, BF16, "gelu", 1.0),
-        lambda *given: few_rows_fwd(*given, "gelu"),
     ),
     "experts fold": (
         lambda dtype: expert_fold(CPU, 40, 2, 4, 24, 48, dtype),

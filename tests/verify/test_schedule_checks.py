@@ -9,12 +9,12 @@ from triton.runtime.errors import OutOfResources
 from rl_consistency.cases import case as op_setup
 from rl_consistency.cases.case import TINY_SHAPES, Heads
 from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.experts import route as router_schedules
 from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.router import schedules as router_schedules
 from rl_consistency.verify.checks import routing_schedules as routing_schedule_checks
 from rl_consistency.verify.checks import row_schedules as row_schedule_checks
 from rl_consistency.verify.checks import schedules as schedule_checks
@@ -176,7 +176,6 @@ ALONE = {
     "logits_bwd": routing_schedule_checks.check_router_schedules,
     "product_fwd": routing_schedule_checks.check_expert_schedules,
     "gate_up_fwd": routing_schedule_checks.check_expert_schedules,
-    "few_rows_fwd": routing_schedule_checks.check_expert_schedules,
     "combine_fwd": routing_schedule_checks.check_expert_schedules,
     "pair_bwd": routing_schedule_checks.check_expert_gradient_schedules,
     "fold_runs": routing_schedule_checks.check_expert_gradient_schedules,

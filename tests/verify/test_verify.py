@@ -9,7 +9,7 @@ import torch
 
 from rl_consistency.cases import rms_norm as rms_norm_cases
 from rl_consistency.cases.case import CPU, TINY_SHAPES, shapes_of
-from rl_consistency.kernels.glu.op import glu_values
+from rl_consistency.kernels.pointwise.glu import glu_values
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.checks import ops as op_checks
@@ -191,9 +191,9 @@ def test_a_chain_that_differs_names_the_op():
 
 
 def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():
-    from rl_consistency.kernels.embedding import op as embedding
     from rl_consistency.kernels.gradient_fold import gradient_buffer
     from rl_consistency.kernels.linear import op as linear
+    from rl_consistency.kernels.pointwise import embedding
 
     original = gradient_buffer.fold_parameter
     with pytest.raises(RuntimeError), substituted(original, print):

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.router.op import route_with_logits
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.models.modules import CanonicalModule, LayerCall
 from rl_consistency.models.moe.routing import record_routing
 from rl_consistency.numerics.strict import is_canonical

@@ -15,25 +15,19 @@ from rl_consistency.cases.case import weight_scale
 from rl_consistency.cases.experts import EXPERTS, TOP_K
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.core.grid import next_power_of_2
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
-from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
+from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op, pair_bwd
 from rl_consistency.kernels.experts.products_triton import described, gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
-from rl_consistency.kernels.experts.runs_triton import find_runs
+from rl_consistency.kernels.experts.route import candidates as router_candidates
+from rl_consistency.kernels.experts.route import choose_fwd, logits_bwd
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
-    FEW,
-    MOST_FEW,
     block_experts,
     fold_candidates,
     pair_candidates,
     product_candidates,
 )
 from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
-from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.schedules import candidates as router_candidates
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.sweep import OpSetup
@@ -98,8 +92,6 @@ def check_expert_schedules(tally: Tally, setup: OpSetup) -> None:
         _compare_gate_up(tally, setup, call, gate_up)
         _compare_product(tally, setup, call, "y", down, "nt", by_row=False)
         _compare_sums(tally, setup, call)
-        if call.rows <= MOST_FEW and setup.dtype != torch.float32:
-            _compare_few(tally, setup, call, gate_up, down)
 
 
 def check_expert_gradient_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -189,23 +181,6 @@ def _compare_product(
 
     entries = product_candidates(layout, setup.dtype, tma=described(weights, layout))
     _compare(tally, f"{name}, {call.name}", entries, product)
-
-
-def _compare_few(tally: Tally, setup: OpSetup, call: _Call, gate_up: Tensor, down: Tensor) -> None:
-    """The kernels of few rows against those that find pairs."""
-    x = setup.drawn((call.rows, HIDDEN), 3, 0.005)
-    numbers, weights = call.layout.tables(setup.device), _weights(call)
-    given = x, call.ids, weights, gate_up, down, numbers.query_start, numbers.tokens, "silu"
-    pairs = call.first, call.pairs, TOP_K
-    activated, _ = gate_up_fwd(x, gate_up, *pairs, "silu", False)
-    outputs = product_fwd(activated, down, "nt", *pairs, False)
-    run = partial(few_rows_fwd, *given)
-    # Those of the table have wide tiles, a fitted one has narrow ones.
-    fitted = FEW[0].fitted(TOP_K, next_power_of_2(TOP_K), HIDDEN, INNER)
-    whole = _compare(tally, f"few rows, {call.name}", (*FEW, fitted), run)
-    tally.equal(
-        f"few rows, {call.name}, by pairs", whole, combine_fwd(outputs, call.places, weights)
-    )
 
 
 def _compare_sums(tally: Tally, setup: OpSetup, call: _Call) -> None:

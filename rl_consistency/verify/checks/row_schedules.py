@@ -13,13 +13,11 @@ from torch import Tensor
 from rl_consistency.cases.pointwise import rotary_cases
 from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import sampling_in_turn
-from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
+from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
-from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
@@ -51,11 +49,11 @@ def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
     # Where outliers meet, their product must fit fp16.
     up, dy = (setup.drawn(size, seed, 1 / 64) for seed in (2, 3))
 
-    def gradients(schedule: glu_triton.Schedule) -> Tensor:
-        return rows_of(*glu_triton.glu_bwd(dy, gate, up, "silu", schedule))
+    def gradients(schedule: glu.GluSchedule) -> Tensor:
+        return rows_of(*glu.glu_bwd(dy, gate, up, "silu", False, schedule))
 
-    entries = glu_triton.CANDIDATES
-    schedules_alike(tally, "silu", entries, partial(glu_triton.glu_fwd, gate, up, "silu"))
+    entries = glu.CANDIDATES
+    schedules_alike(tally, "silu", entries, partial(glu.glu_fwd, gate, up, "silu"))
     schedules_alike(tally, "silu gradient", entries, gradients)
 
 
@@ -64,10 +62,10 @@ def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
     *_, case = rotary_cases(setup)
     q, k, cos, sin = case.draw(min(setup.rows, ROWS), 1)
 
-    def rotated(schedule: rotary_triton.Schedule) -> Tensor:
-        return rows_of(*rotary_triton.rotary_fwd(q, k, cos, sin, False, schedule))
+    def rotated(schedule: rotary.RotarySchedule) -> Tensor:
+        return rows_of(*rotary.rotary_fwd(q, k, cos, sin, False, schedule))
 
-    schedules_alike(tally, "q and k", rotary_triton.CANDIDATES, rotated)
+    schedules_alike(tally, "q and k", rotary.CANDIDATES, rotated)
 
 
 def check_rms_norm_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -81,7 +79,7 @@ def check_rms_norm_schedules(tally: Tally, setup: OpSetup) -> None:
     _compare_norm(tally, setup, x, None, None, shape.heads)
 
 
-def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.Schedule | None]:
+def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.NormSchedule | None]:
     """What is compared of the norm's backward pass: None, the kernel for narrow rows, where there
     are several heads; and the chosen schedule and one for each way to go through the rows. There
     are two dozen candidates, which take long to compile."""
@@ -153,7 +151,7 @@ def _compare_norm(
 
     normed = partial(rms_norm_fwd, x.view(-1, width), residual, weight, eps)
 
-    def forward(schedule: rms_norm_schedules.Schedule) -> Tensor:
+    def forward(schedule: rms_norm_schedules.NormSchedule) -> Tensor:
         y, total, rstd = normed(schedule)
         return rows_of(y, rstd) if residual is None else rows_of(y, total, rstd)
 
@@ -162,7 +160,7 @@ def _compare_norm(
     _, total, rstd = normed(None)
     normalized = x if residual is None else total
 
-    def gradients(schedule: rms_norm_schedules.Schedule | None) -> Tensor:
+    def gradients(schedule: rms_norm_schedules.NormSchedule | None) -> Tensor:
         dx, sums = rms_norm_bwd(dy, dtotal, normalized, weight, rstd, heads, True, schedule)
         return torch.cat([dx.float().view(-1, width), sums])
 

@@ -26,7 +26,6 @@ from rl_consistency.kernels.attention.layout import (
 )
 from rl_consistency.kernels.attention.schedules import Cut
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
-from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
@@ -37,9 +36,9 @@ from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.pointwise import glu
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
-from rl_consistency.kernels.token_logprobs import backward_triton as token_gradient_triton
-from rl_consistency.kernels.token_logprobs import forward_triton as token_logprobs_triton
+from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.verify.checks.attention import (
@@ -95,7 +94,7 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     pairs = zip(weights, [*biases, None, None], strict=True)
     apart = [matmul_nt(x, weight, bias=bias, out_dtype=dtype) for weight, bias in pairs]
     wq, wk, wv, w_gate, w_up = weights
-    gated = glu_triton.glu_fwd(apart[3], apart[4], "silu")
+    gated = glu.glu_fwd(apart[3], apart[4], "silu")
     tma = has_tma(setup.device) and takes_descriptors(x, w_gate, w_up, gated)
 
     def projected(schedule: matmul_schedules.Schedule) -> Tensor:
@@ -165,15 +164,15 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     partials = schedules_alike(tally, "rows", statistics.ROW_SCHEDULES, from_logits)
     drawn = partial(probe, (len(hidden),), torch.float32, device=setup.device)
     top, log_normalizer, entropy = statistics.vocabulary_combine(partials)
-    table = token_gradient_triton.token_gradient_table(
+    table = token_logprobs_triton.token_gradient_table(
         temperature, top, log_normalizer, entropy, drawn(seed=1), drawn(seed=2), targets, IGNORED
     )
     expected = torch.empty_like(logits, dtype=setup.dtype)
-    token_gradient_triton.token_row_gradient(logits, table, expected, False)
+    token_logprobs_triton.token_row_gradient(logits, table, expected, False)
 
     def gradient(schedule: str) -> Tensor:
         dlogits = torch.empty_like(expected)
-        token_gradient_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
+        token_logprobs_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
         return dlogits
 
     if setup.dtype == torch.float32:

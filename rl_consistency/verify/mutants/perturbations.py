@@ -14,20 +14,20 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
-from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.glu.op import glu
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.gradient_fold.gradient_buffer import _Gradient, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
 from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.kernels.linear.op import folded_weight, linear
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.pointwise.embedding import embedding
+from rl_consistency.kernels.pointwise.glu import glu
+from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm.op import rms_norm
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
-from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.models import forward, packing

@@ -16,24 +16,20 @@ from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
 from rl_consistency.kernels.attention.tiles_triton import BackwardCall
-from rl_consistency.kernels.experts import few_rows_triton as expert_few_rows_triton
 from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
+from rl_consistency.kernels.experts import pairs_triton as expert_pairs_triton
 from rl_consistency.kernels.experts import products_triton as expert_products_triton
-from rl_consistency.kernels.experts import rows_triton as expert_rows_triton
+from rl_consistency.kernels.experts import route as router
 from rl_consistency.kernels.experts import schedules as expert_schedules
-from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
 from rl_consistency.kernels.linear import schedules as few_rows_schedules
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
+from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
-from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
-from rl_consistency.kernels.router import choice_triton as router_triton
-from rl_consistency.kernels.router import schedules as router_schedules
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.verify.checks.row_schedules import norm_backward_entries
@@ -112,7 +108,7 @@ def _small_launchers() -> list[Pair]:
     """Several products in one launch, and ops that treat rows one by one."""
     project: Callable[..., Any] = linear_triton.qkv_fwd
     gated = linear_triton.gate_up_glu_fwd
-    rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
+    rotate, fold = rotary.rotary_fwd, gradient_rows_triton.launch_rows
 
     def split_k(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         *weights, bq, bk, bv, schedule = operands
@@ -157,9 +153,9 @@ def _small_launchers() -> list[Pair]:
     return [
         _some_entries(project, lambda *_: few_rows_schedules.QKV[1:2], split_k),
         _some_entries(gated, lambda *_: few_rows_schedules.GATE_UP[-1:], unrounded),
-        _some_entries(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1:2], silu_rounded),
-        _some_entries(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1:2], gradients_rounded),
-        _some_entries(rotate, lambda *_: rotary_triton.CANDIDATES[1:2], cosine_rounded),
+        _some_entries(glu.glu_fwd, lambda *_: glu.CANDIDATES[1:2], silu_rounded),
+        _some_entries(glu.glu_bwd, lambda *_: glu.CANDIDATES[1:2], gradients_rounded),
+        _some_entries(rotate, lambda *_: rotary.CANDIDATES[1:2], cosine_rounded),
         _some_entries(rms_norm_fwd, lambda x, *_: candidates(x.shape[-1])[1:2], root_rounded),
         _some_entries(rms_norm_bwd, backward_entries, from_a_rounded_root),
         _some_entries(fold, lambda *_: gradient_rows_triton.CANDIDATES[1:2], _added_up(fold)),
@@ -169,12 +165,11 @@ def _small_launchers() -> list[Pair]:
 
 def _expert_launchers() -> list[Pair]:
     """The choice of experts, their products, the sum of their rows, and gradients of all these."""
-    choose, logits_bwd = router_triton.choose_fwd, router_triton.logits_bwd
+    choose, logits_bwd = router.choose_fwd, router.logits_bwd
     product: Callable[..., Tensor] = expert_products_triton.product_fwd
     gated: Callable[..., Any] = expert_products_triton.gate_up_fwd
-    combine, pair_bwd = expert_rows_triton.combine_fwd, expert_rows_triton.pair_bwd
+    combine, pair_bwd = expert_pairs_triton.combine_fwd, expert_pairs_triton.pair_bwd
     fold, tables = expert_fold_triton.fold_runs, expert_schedules
-    few = expert_few_rows_triton.few_rows_fwd
     # By pointers, since halves of weights have strides.
     wide = tables.PRODUCTS[1], tables.GATE_UP[1], tables.PRODUCTS_FP32[1]
     folds = tables.FOLDS[1], tables.FOLDS_FP32[1]
@@ -205,22 +200,18 @@ def _expert_launchers() -> list[Pair]:
             total = total + combine(outputs, places[:, j : j + 1].contiguous(), own, *rest)
         return total
 
-    def few_weights_rounded(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        return few(x, ids, weights.bfloat16().float(), *rest)
-
     def sum_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         dpacked, weighted, dweights = pair_bwd(*operands)
         return dpacked, weighted, dweights.bfloat16().float()
 
-    def of_router(*_: Any) -> tuple[router_schedules.Schedule, ...]:
-        return router_schedules.ALL[1:2]
+    def of_router(*_: Any) -> tuple[router.RouterSchedule, ...]:
+        return router.ALL[1:2]
 
     return [
         _some_entries(choose, of_router, weights_rounded),
         _some_entries(logits_bwd, of_router, from_rounded_gradients),
         _some_entries(product, lambda *_: wide, split_k),
         _some_entries(gated, lambda *_: wide, silu_rounded),
-        _some_entries(few, lambda *_: tables.FEW[1:2], few_weights_rounded),
         _some_entries(combine, lambda *_: tables.COMBINE[1:2], downward),
         _some_entries(pair_bwd, lambda *_: tables.PAIR[1:2], sum_rounded),
         _some_entries(fold, lambda *_: folds, _added_up(fold)),

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_consistency.cases.probe import probe, probe_tokens
-from rl_consistency.kernels.embedding.op import embedding, embedding_reference
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.pointwise.embedding import embedding, embedding_reference
 from rl_consistency.parity.bytes import same_bytes
 
 pytestmark = pytest.mark.gpu

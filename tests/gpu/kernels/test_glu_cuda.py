@@ -2,9 +2,14 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu import activation_triton
-from rl_consistency.kernels.glu.activation_triton import CANDIDATES, glu_bwd, glu_fwd
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
+from rl_consistency.kernels.pointwise import glu as pointwise_glu
+from rl_consistency.kernels.pointwise.glu import (
+    ACTIVATIONS,
+    CANDIDATES,
+    glu,
+    glu_bwd,
+    glu_fwd,
+)
 from rl_consistency.parity.bytes import same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +30,7 @@ def operands(dtype, seed=0):
 def test_the_gradients_kernel_gives_the_values_too(activation, dtype):
     gate, up, dy = operands(dtype)
     for schedule in (None, *CANDIDATES):
-        *gradients, y = glu_bwd(dy, gate, up, activation, schedule, gives_y=True)
+        *gradients, y = glu_bwd(dy, gate, up, activation, True, schedule)
         assert same_bytes(y, glu_fwd(gate, up, activation))
         assert all(map(same_bytes, gradients, glu_bwd(dy, gate, up, activation)))
 
@@ -69,8 +74,8 @@ def test_a_remembered_launch_gives_the_bytes_of_one_specialised_anew(dtype, monk
     sizes = (1, 2, 16, 17, 1000, 4096, 4097)
     cases = [memory[:, start : start + size] for start in (0, 1, 8, 128) for size in sizes]
     got = [[glu_fwd(*case, "silu") for _ in range(3)] for case in cases]
-    kernel = activation_triton._forward_kernel
+    kernel = pointwise_glu._forward_kernel
     assert kernel._compiled
-    monkeypatch.setattr(activation_triton, "_forward_kernel", kernel.kernel)
+    monkeypatch.setattr(pointwise_glu, "_forward_kernel", kernel.kernel)
     for found, case in zip(got, cases, strict=True):
         assert all(same_bytes(y, glu_fwd(*case, "silu")) for y in found)

@@ -21,12 +21,12 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_varlen
 from rl_consistency.kernels.core.torch_op import NAMESPACE
-from rl_consistency.kernels.embedding.op import embedding
-from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear
+from rl_consistency.kernels.pointwise.embedding import embedding
+from rl_consistency.kernels.pointwise.glu import glu
+from rl_consistency.kernels.pointwise.rotary import rotary
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
-from rl_consistency.kernels.rotary.op import rotary
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import IGNORED, token_logprobs
 from rl_consistency.parity.digest import first_difference

@@ -4,8 +4,7 @@ import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rms_norm.schedules import block_width, pick_backward
 from rl_consistency.parity.bytes import same_bytes

@@ -10,11 +10,11 @@ import triton.language as tl
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
+from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
 )
-from rl_consistency.kernels.sampling.philox_triton import philox_uniforms
 from rl_consistency.kernels.sampling.statistics_triton import (
     order_key,
 )

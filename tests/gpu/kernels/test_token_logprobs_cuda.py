@@ -14,8 +14,8 @@ from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_shifted,
 )
-from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
-from rl_consistency.kernels.token_logprobs.backward_triton import (
+from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
+from rl_consistency.kernels.token_logprobs.head_triton import (
     token_gradient,
     token_gradient_table,
 )
@@ -164,7 +164,7 @@ def test_kept_logits_change_no_byte_and_no_peak(dtype, monkeypatch):
     found, peaks = [], []
     # The first round certifies products, which takes memory of its own.
     for kept_width in (2 * width, width) * 2:
-        monkeypatch.setattr(token_logprobs_plan, "KEPT_WIDTH", kept_width)
+        monkeypatch.setattr(token_logprobs_cuda, "KEPT_WIDTH", kept_width)
         gc.collect()  # what the round before left in cycles would be freed in the middle of this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -11,10 +11,9 @@ from rl_consistency.kernels.attention.paged_inputs_triton import (
     paged_inputs,
     paged_inputs_fwd,
 )
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.pointwise.rotary import rotary, rotary_fwd, rotary_table
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd
 from rl_consistency.kernels.rms_norm.op import rms_norm
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
-from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
 from rl_consistency.parity.bytes import same_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

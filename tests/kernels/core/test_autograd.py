@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_consistency.kernels.core import autograd, torch_op
 from rl_consistency.kernels.core.autograd import at_backward_errors, observed, once_differentiable
-from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums
 from rl_consistency.kernels.linear.op import linear
+from rl_consistency.kernels.pointwise.embedding import embedding_fwd
 
 X, WEIGHT = torch.randn(5, 16), torch.randn(8, 16)
 

@@ -14,15 +14,15 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_packed_fwd
 from rl_consistency.kernels.core.kernels_hash import KERNELS
 from rl_consistency.kernels.core.torch_op import NAMESPACE
+from rl_consistency.kernels.experts.fold_triton import find_runs
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.runs_triton import find_runs
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
-from rl_consistency.kernels.router.choice_triton import router_choice_op
+from rl_consistency.kernels.experts.route import router_choice_op
+from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
 )
-from rl_consistency.kernels.token_logprobs.backward_triton import token_gradient_table
+from rl_consistency.kernels.token_logprobs.head_triton import token_gradient_table
 from rl_consistency.kernels.token_logprobs.op import IGNORED
 from rl_consistency.kernels.token_logprobs.schedules import pick
 
@@ -133,13 +133,6 @@ def of_experts(names, *more):
     return lambda g: (*(getattr(routed(g), name) for name in names.split()), *more)
 
 
-def few_rows_operands(g):
-    # The interpreter takes half a second a row.
-    r, few = routed(g), 2
-    numbers = r.start, torch.full_like(r.length, few)
-    return g.x[:few], r.ids[:few], r.weights[:few], r.gate_up, r.down, *numbers, "silu"
-
-
 def expert_gradient(g):
     r = routed(g)
     steps = r.runs.places, r.runs.rows, r.runs.first
@@ -156,7 +149,6 @@ CASES = {
     "attention_packed_bwd": attention_gradient_operands,
     "embedding_fwd": lambda g: (g.targets, g.head),
     "expert_combine_op": of_experts("outputs places weights"),
-    "expert_few_rows_op": few_rows_operands,
     "expert_fold_op": expert_gradient,
     "expert_gate_up_op": lambda g: (
         g.x, *of_experts("gate_up first pairs", 2, "silu", True)(g),

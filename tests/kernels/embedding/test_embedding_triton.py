@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
+from rl_consistency.kernels.pointwise.embedding import embedding_fwd
 from rl_consistency.parity.bytes import same_bytes
 
 pytestmark = pytest.mark.skipif(

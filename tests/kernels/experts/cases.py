@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 
 LENGTHS = (17, 1, 16, 40, 15, 33)

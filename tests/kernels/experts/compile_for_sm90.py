@@ -9,32 +9,30 @@ from functools import partial
 
 import torch
 
-from rl_consistency.kernels.experts.few_rows_triton import few_rows_fwd
-from rl_consistency.kernels.experts.fold_triton import fold_runs, in_steps
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import (
+from rl_consistency.kernels.experts.fold_triton import (
+    Runs,
+    count_runs_kernel,
+    fold_runs,
+    in_steps,
+    place_runs_kernel,
+)
+from rl_consistency.kernels.experts.pairs_triton import (
     activate_pairs,
     combine_fwd,
+    expert_pairs_op,
     gather_pairs,
     pair_bwd,
 )
-from rl_consistency.kernels.experts.runs_triton import (
-    Runs,
-    count_runs_kernel,
-    place_runs_kernel,
-)
+from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.route import candidates, choose_fwd, logits_bwd
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
-    FEW,
     block_experts,
     block_rows,
     fold_candidates,
     pair_candidates,
     product_candidates,
 )
-from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.schedules import candidates
 from tests.kernels.attention.compile_for_sm90 import compile_only, spilled
 
 EXPERTS, TOP_K, ROWS, HIDDEN, WIDTH = 128, 8, 512, 2048, 768
@@ -74,11 +72,6 @@ def calls(dtype):
             yield partial(product_fwd, a, w, layout, first, pairs, TOP_K, by_row, schedule)
     for schedule in largest(product_candidates("gate_up", dtype, tma=True), elements):
         yield partial(gate_up_fwd, x, gate_up, first, pairs, TOP_K, "silu", True, schedule)
-    if dtype != torch.float32:
-        numbers = torch.zeros(2, dtype=torch.int32)
-        few = x[:2], ids[:2], weights[:2], gate_up, down, numbers, numbers, "silu"
-        for schedule in FEW if EVERY else FEW[:1]:
-            yield partial(few_rows_fwd, *few, schedule)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
     for schedule in largest(fold_candidates(dtype, tma=True), fold_elements):

@@ -8,9 +8,9 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.experts.op import experts, experts_reference
-from rl_consistency.kernels.glu.op import glu
+from rl_consistency.kernels.experts.route import route, route_reference
 from rl_consistency.kernels.linear.op import linear
-from rl_consistency.kernels.router.op import route, route_reference
+from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from tests.kernels.experts.cases import EXPERTS, HIDDEN, TOP_K, WIDTH, Block, parameters

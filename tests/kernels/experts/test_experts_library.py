@@ -16,10 +16,10 @@ from rl_consistency.kernels.experts.library import (
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
-from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from tests.kernels.experts.cases import parameters

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.experts import products_triton, tiles_triton
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts import products_triton
+from rl_consistency.kernels.experts.pairs_triton import activate_pairs, expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import activate_pairs
 from rl_consistency.kernels.experts.schedules import (
     GATE_UP,
     GATE_UP_TMA,
@@ -137,7 +136,12 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_tile_is_noticed(mutant, tmp_path, monkeypatch):
-    source = Path(tiles_triton.__file__).read_text()
+    source = Path(products_triton.__file__).read_text()
+    functions = (
+        source.index("@triton.jit\ndef expert_tile"),
+        source.index("@triton.jit\ndef tile_in"),
+    )
+    source = "import triton\nimport triton.language as tl\n" + source[slice(*functions)]
     for old, new in MUTANTS[mutant].items():
         assert source.count(old) == 1
         source = source.replace(old, new)

@@ -4,24 +4,27 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
-from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs, in_steps
-from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.fold_triton import (
+    describes_rows,
+    find_runs,
+    fold_runs,
+    in_steps,
+    most_steps,
+    sequence_blocks,
+)
+from rl_consistency.kernels.experts.pairs_triton import (
+    activate_pairs,
+    combine_fwd,
+    expert_pairs_op,
+    gather_pairs,
+    pair_bwd,
+)
 from rl_consistency.kernels.experts.products_triton import (
     described,
     gate_up_fwd,
     product_fwd,
 )
-from rl_consistency.kernels.experts.rows_triton import (
-    activate_pairs,
-    combine_fwd,
-    gather_pairs,
-    pair_bwd,
-)
-from rl_consistency.kernels.experts.runs_triton import (
-    find_runs,
-    most_steps,
-    sequence_blocks,
-)
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
     COMBINE,
@@ -32,8 +35,7 @@ from rl_consistency.kernels.experts.schedules import (
     PRODUCTS_TMA,
     fold_candidates,
 )
-from rl_consistency.kernels.glu.op import ACTIVATIONS
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from tests.kernels.experts.cases import TOP_K, parameters

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_gradients, glu_reference
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu, glu_gradients, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 

@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu.activation_triton import (
+from rl_consistency.kernels.pointwise.glu import (
+    ACTIVATIONS,
     glu_bwd,
     glu_bwd_op,
     glu_fwd,
     glu_fwd_op,
+    glu_reference,
 )
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear import op as glu_linear_module
 from rl_consistency.kernels.linear.op import glu_linear, linear
+from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.parity.bytes import same_bytes
 
 ROWS, K, N = 75, 160, 48

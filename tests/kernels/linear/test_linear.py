@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
+from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.parity.bytes import same_bytes
 
 ROWS, K, N = 80, 160, 48

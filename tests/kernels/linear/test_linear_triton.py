@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_op,
     qkv_fwd,
     qkv_op,
 )
 from rl_consistency.kernels.linear.op import linear_reference
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_reference
 from rl_consistency.parity.tolerances import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

@@ -4,10 +4,12 @@ import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm import backward_triton
-from rl_consistency.kernels.rms_norm.backward_triton import fits, rms_norm_bwd, rms_norm_bwd_op
-from rl_consistency.kernels.rms_norm.forward_triton import (
+from rl_consistency.kernels.rms_norm import norm_triton
+from rl_consistency.kernels.rms_norm.norm_triton import (
     Rows,
+    fits,
+    rms_norm_bwd,
+    rms_norm_bwd_op,
     rms_norm_fwd,
     rms_norm_fwd_op,
     rows_of,
@@ -16,7 +18,7 @@ from rl_consistency.kernels.rms_norm.schedules import (
     MAX_WIDTH,
     NARROW,
     NarrowSchedule,
-    Schedule,
+    NormSchedule,
     block_width,
     pick_backward,
     pick_forward,
@@ -111,7 +113,7 @@ def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
     dy[:16] = -0.0
     rstd = rms_norm_fwd(x, None, weight, EPS)[2]
     operands = dy, None, x, weight, rstd, 8, True
-    expected = rms_norm_bwd(*operands, Schedule(4))
+    expected = rms_norm_bwd(*operands, NormSchedule(4))
     for rows, loops in ((1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2), (16, 4), (32, 1)):
         found = narrow_bwd(*operands, NarrowSchedule(rows=rows, loops=loops, registers=128))
         assert all(map(same_bytes, found, expected)), (rows, loops)
@@ -120,7 +122,7 @@ def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
 def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     taken = []
     kernel = {(i,): lambda *operands, **options: taken.append(options) for i in range(99)}
-    monkeypatch.setattr(backward_triton, "_narrow_kernel", kernel)
+    monkeypatch.setattr(norm_triton, "_narrow_kernel", kernel)
 
     def takes(x, heads, *schedule):
         taken.clear()
@@ -134,7 +136,7 @@ def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     assert not takes(x[:, :4], 2)
     assert not takes(x, 1)
     assert not takes(torch.ones(2, 3, 264), 3)
-    assert not takes(x, 6, Schedule(4))
+    assert not takes(x, 6, NormSchedule(4))
 
 
 def test_what_the_kernel_of_narrow_rows_cannot_address():
@@ -158,7 +160,7 @@ def test_chunks_that_are_no_power_of_two_of_rows_go_side_by_side():
     rstd = rms_norm_fwd(x, None, weight, EPS)[2]
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 3, True)
     for split in (2, 8):
-        schedule = Schedule(4, split=split)
+        schedule = NormSchedule(4, split=split)
         found = rms_norm_bwd(dy, None, x, weight, rstd, 3, True, schedule)
         assert all(map(same_bytes, found, expected))
 
@@ -212,5 +214,5 @@ def test_every_width_has_schedules():
     for width in (1, 63, 64, 128, 1000, 4096, 5120, MAX_WIDTH):
         assert pick_forward(width) and pick_backward(width, 1)
     assert pick_backward(128, 64).warps > pick_backward(128, 8).warps
-    assert within_shared(Schedule(8, stages=3), 64 * 1024, 96 * 1024).stages == 2
-    assert within_shared(Schedule(8, stages=3), 256 * 1024, 96 * 1024).stages == 1
+    assert within_shared(NormSchedule(8, stages=3), 64 * 1024, 96 * 1024).stages == 2
+    assert within_shared(NormSchedule(8, stages=3), 256 * 1024, 96 * 1024).stages == 1

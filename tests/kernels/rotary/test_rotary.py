@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
+from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
 from rl_consistency.parity.bytes import same_bytes
 
 TOKENS, HEADS, KV_HEADS, D = 70, 4, 2, 32

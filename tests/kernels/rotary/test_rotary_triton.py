@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.rotary.op import rotary, rotary_table
-from rl_consistency.kernels.rotary.rotation_triton import (
+from rl_consistency.kernels.pointwise.rotary import (
+    rotary,
     rotary_fwd,
     rotary_op,
+    rotary_table,
 )
 from rl_consistency.parity.bytes import same_bytes
 

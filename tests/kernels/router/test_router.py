@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.router import op
-from rl_consistency.kernels.router.op import (
+from rl_consistency.kernels.experts import route as op
+from rl_consistency.kernels.experts.route import (
     choose,
     logit_gradients,
     route,

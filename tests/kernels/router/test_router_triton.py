@@ -2,9 +2,15 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.op import choose, logit_gradients
-from rl_consistency.kernels.router.schedules import ALL, candidates, pick
+from rl_consistency.kernels.experts.route import (
+    ALL,
+    candidates,
+    choose,
+    choose_fwd,
+    logit_gradients,
+    logits_bwd,
+    pick,
+)
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 

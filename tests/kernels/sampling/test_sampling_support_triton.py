@@ -8,17 +8,15 @@ import triton
 import triton.language as tl
 
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
-from rl_consistency.kernels.sampling import key_search_triton
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
-from rl_consistency.kernels.sampling.key_search_triton import tied_id
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
     triton_distribution,
 )
 from rl_consistency.kernels.sampling.statistics_triton import order_key
-from rl_consistency.kernels.sampling.support_triton import share
+from rl_consistency.kernels.sampling.support_triton import share, tied_id
 from tests.kernels.sampling.references import by_selection, by_sort
 
 pytestmark = [
@@ -203,7 +201,7 @@ def signed_key(z):
 )
 def test_a_mutant_fails_the_same_check(monkeypatch, name, mutant, kind, count):
     assert agrees(kind, 129, count)
-    for module in (key_search_triton, sampling_support_triton):
+    for module in (sampling_support_triton,):
         monkeypatch.setattr(module, name, mutant)
     assert not agrees(kind, 129, count)
 
@@ -211,7 +209,7 @@ def test_a_mutant_fails_the_same_check(monkeypatch, name, mutant, kind, count):
 def test_zeros_of_both_signs_are_equal(monkeypatch):
     values, rows = torch.tensor([[-1.0, -0.0, 0.0, -0.0]]), SamplingRows.uniform(1, top_k=2)
     assert by_selection(values, rows).tolist() == [[False, True, True, False]]
-    for module in (key_search_triton, sampling_support_triton, vocabulary_statistics_triton):
+    for module in (sampling_support_triton, vocabulary_statistics_triton):
         monkeypatch.setattr(module, "order_key", signed_key)
     assert by_selection(values, rows).tolist() != [[False, True, True, False]]
 

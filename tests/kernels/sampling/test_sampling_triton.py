@@ -7,7 +7,6 @@ import triton.language as tl
 
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
-from rl_consistency.kernels.sampling import philox_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.sampler import sample
@@ -144,7 +143,7 @@ def test_other_weights_fail_the_same_check(monkeypatch, mutant):
 
 def test_numbers_of_rows_share_a_compiled_kernel():
     """Else a new process compiles three: one row, multiples of 16, and others."""
-    kernels = [philox_triton.uniforms_kernel, sampling_triton.weights_kernel]
+    kernels = [sampling_triton.uniforms_kernel, sampling_triton.weights_kernel]
     kernels += [sampling_triton.pick_kernel, sampling_triton.logprobs_kernel]
     for kernel in kernels:
         assert "num_rows" in (kernel.kwargs["do_not_specialize"] or ()), kernel.__name__

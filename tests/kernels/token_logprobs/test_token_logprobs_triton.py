@@ -11,12 +11,10 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
-from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
-from rl_consistency.kernels.token_logprobs.backward_triton import (
-    token_target_gradient,
-)
-from rl_consistency.kernels.token_logprobs.forward_triton import (
+from rl_consistency.kernels.token_logprobs.cuda import choose_plan
+from rl_consistency.kernels.token_logprobs.head_triton import (
     token_statistics,
+    token_target_gradient,
 )
 from rl_consistency.kernels.token_logprobs.op import (
     IGNORED,
@@ -25,10 +23,9 @@ from rl_consistency.kernels.token_logprobs.op import (
     token_logprobs_reference,
     triton_token_logprobs,
 )
-from rl_consistency.kernels.token_logprobs.plan import choose_plan
 from rl_consistency.kernels.token_logprobs.schedules import (
     UNFUSED,
-    Schedule,
+    HeadSchedule,
 )
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
@@ -129,7 +126,7 @@ def test_the_targets_entry_alone_is_rewritten():
 
 
 def test_logits_are_kept_for_one_backward_pass_at_a_time(monkeypatch):
-    monkeypatch.setattr(token_logprobs_plan, "KEPT_WIDTH", 16)
+    monkeypatch.setattr(token_logprobs_cuda, "KEPT_WIDTH", 16)
     hidden, weight = exact_operands()
     head, rows = nn.Parameter(weight), SamplingRows.uniform(ROWS)
     buffer = GradientBuffer(head)
@@ -239,4 +236,4 @@ def test_no_rows_give_nothing():
 def test_a_schedule_off_the_vocabulary_blocks_is_refused():
     for kind, block_n in (("tma", 64), ("cute", 128)):
         with pytest.raises(ValueError, match="kind is tma or pointer, block_n 128 or 256"):
-            Schedule(kind=kind, block_m=64, block_n=block_n, block_k=64, warps=4, stages=3)
+            HeadSchedule(kind=kind, block_m=64, block_n=block_n, block_k=64, warps=4, stages=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.sampling.philox_triton import philox_uniforms
+from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 
 WORD = np.uint64(0xFFFFFFFF)

@@ -10,7 +10,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.experts.route import route
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.experts.cases import (

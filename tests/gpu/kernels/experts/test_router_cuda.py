@@ -2,9 +2,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
+from rl_consistency.kernels.experts.route import (
+    choose_fwd,
+    route,
+)
 from rl_consistency.kernels.matmul.op import matmul_nt
-from rl_consistency.kernels.router.choice_triton import choose_fwd
-from rl_consistency.kernels.router.op import route
 from rl_consistency.parity.bytes import same_bytes
 
 pytestmark = pytest.mark.gpu

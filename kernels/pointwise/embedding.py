@@ -8,19 +8,26 @@ Varies with: nothing.
 Backward: `fold_rows` of `gradient_fold`; `padding_idx` receives no gradient.
 Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Without the
     check of the ids (`check_ids=False`, CUDA graph capture, a compiled graph), an id outside the
-    table gives a row of NaN on CUDA.
+    table gives a row of NaN on CUDA, so that the fault shows.
 Cost: memory-bound. On CUDA the check makes the host wait once per call.
 """
+
+# Pyright does not know Triton's launches and constexpr arguments.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_rows
 
@@ -29,6 +36,36 @@ ORDER = ReductionOrder(
     version=1,
     cpu="y[t] = weight[token[t]]\nfor t upward: dweight[token[t]] += dy[t], in fp32",
 )
+
+
+@remembered
+@triton.jit
+def _gather_kernel(
+    id_ptr, weight_ptr, y_ptr, V, H, stride_v, stride_h, DENSE: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(id_ptr + token)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = columns < H
+    known = (row >= 0) & (row < V)
+    offsets = columns if DENSE else columns.to(tl.int64) * stride_h
+    value = tl.load(weight_ptr + row * stride_v + offsets, mask=inside & known, other=float("nan"))
+    tl.store(y_ptr + token * H + columns, value, mask=inside)
+
+
+@kernel_op(fake=lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])))
+def embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """token_ids [T] int64, weight [V, H] -> [T, H]."""
+    tokens, hidden = token_ids.shape[0], weight.shape[1]
+    y = weight.new_empty((tokens, hidden))
+    if y.numel() == 0:
+        return y
+    block = min(next_power_of_2(hidden), 2048)
+    _gather_kernel[(tokens, cdiv(hidden, block))](
+        token_ids.contiguous(), weight, y, weight.shape[0], hidden, *weight.stride(),
+        DENSE=weight.stride(1) == 1, BLOCK_H=block, num_warps=4 if block >= 1024 else 1,
+    )  # fmt: skip
+    return y
 
 
 def embedding(
