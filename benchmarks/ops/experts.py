@@ -266,8 +266,8 @@ def experts_gradient(
 
     def fold() -> Sequence[Tensor]:
         vars(routed).pop("runs", None)  # found once in each backward pass
-        own.fold_gate_up(ours[0], dpacked, x, routed, False)
-        own.fold_down(ours[1], dy, weighted, routed, False)
+        own.fold(ours[0], dpacked, x, routed, dy_by_row=False, fresh=False)
+        own.fold(ours[1], dy, weighted, routed, dy_by_row=True, fresh=False)
         return ours
 
     def multiply_and_add() -> Sequence[Tensor]:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
-from rl_consistency.kernels.attention.hopper.wide import backward as wide_backward
+from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
+from rl_consistency.kernels.attention.hopper.wide_backward import attention_wide_bwd
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import (
     KEYS_DESCRIPTORS,
@@ -43,9 +43,8 @@ from rl_consistency.kernels.attention.tiles_triton import (
     tile_of,
     visible,
 )
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv, remembered
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)
@@ -258,9 +257,9 @@ def attention_bwd(
     if not known or not admits(specialized, layout, do, q, k, v):
         raise ValueError(UNSPECIALIZED)
     if specialized == SEVEN_PRODUCTS:
-        wide_backward.attention_wide_bwd(call)
+        attention_wide_bwd(call)
     else:
-        attention_backward_hopper.attention_hopper_bwd(call)
+        attention_hopper_bwd(call)
     return dq, dk, dv
 
 

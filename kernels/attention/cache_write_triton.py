@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
 
 MAX_COLUMNS = 4096
 """Elements of a token that one program holds at once."""

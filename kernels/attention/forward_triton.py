@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.attention.hopper.decode import attention_decode_fwd
-from rl_consistency.kernels.attention.hopper.decode_prefix import attention_prefix_fwd
 from rl_consistency.kernels.attention.hopper.forward import attention_hopper_fwd
+from rl_consistency.kernels.attention.hopper.shared_keys import attention_prefix_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.attention.schedules import (
     PER_CALL,

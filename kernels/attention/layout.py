@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.cache_write_triton import cache_write
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 
 ROW_TILE = 16
 """Query rows in one CPU tile; the heads of a KV group at one position are neighbours."""

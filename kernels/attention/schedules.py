@@ -26,7 +26,7 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
 )
 from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+from rl_consistency.kernels.core.launch import cdiv, next_power_of_2
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30

@@ -19,7 +19,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.attention.schedules import LOG2E, ForwardPlan, reach
-from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
+from rl_consistency.kernels.core.launch import tile_descriptor
 from rl_consistency.kernels.reduction.tree_fold_triton import fold_to_lanes, tree_fold
 
 LN2 = tl.constexpr(0.6931471805599453)

@@ -32,7 +32,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.device import INTERPRETED
-from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, launch_key
+from rl_consistency.kernels.core.launch import Remembered, by_type, launch_key
 
 Report = Callable[[int, int], None]
 """Called after each kernel with (kernels compiled, kernels in all)."""

@@ -33,8 +33,8 @@ import torch
 import triton
 
 from rl_consistency.kernels.core.compile_ahead import require_launches
-from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
+from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.core.own_file import (
     UNUSABLE,
     locked,

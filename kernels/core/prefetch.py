@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.launch import next_power_of_2
 
 LINE = tl.constexpr(128)
 """Bytes of a line of the cache."""

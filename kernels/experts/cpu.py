@@ -146,27 +146,17 @@ def combine(
     return y.to(outputs.dtype)
 
 
-def fold_gate_up(
-    buffer: Tensor, dpacked: Tensor, x: Tensor, routed: RoutedRows, fresh: bool
+def fold(
+    buffer: Tensor, dy: Tensor, x: Tensor, routed: RoutedRows, *, dy_by_row: bool, fresh: bool
 ) -> None:
-    """Continue `buffer` [E, 2I, H] over the runs; a `fresh` buffer counts as all zero."""
-    fold_runs(buffer, dpacked, x[routed.rows], routed, fresh)
+    """Continue `buffer` [E, N, K] over the runs of dy [*, N] and x [*, K], one of which has a row
+    for each row of the call, the other one for each pair; `dy_by_row` says that it is dy.
 
-
-def fold_down(
-    buffer: Tensor, dy: Tensor, weighted: Tensor, routed: RoutedRows, fresh: bool
-) -> None:
-    """Continue `buffer` [E, H, I] over the runs; a `fresh` buffer counts as all zero."""
-    fold_runs(buffer, dy[routed.rows], weighted, routed, fresh)
-
-
-def fold_runs(buffer: Tensor, dy: Tensor, x: Tensor, routed: RoutedRows, fresh: bool) -> None:
-    """Continue `buffer` [E, N, K] over the runs of pairs dy [P, N] and x [P, K].
-
-    An expert without pairs is left as it is.
+    An expert without pairs is left as it is; a `fresh` buffer counts as all zero.
     """
     if fresh:
         buffer.zero_()
+    dy, x = (dy[routed.rows], x) if dy_by_row else (dy, x[routed.rows])
     dy, x = F.pad(dy, (0, 0, 0, 1)), F.pad(x, (0, 0, 0, 1))
     for expert, pairs in routed.by_expert():
         steps = routed.steps(pairs)

@@ -112,17 +112,9 @@ def experts_bwd(
     return expert_combine_op(dx, routed.places, None), dweights, dpacked, weighted
 
 
-def fold_gate_up(
-    buffer: Tensor, dpacked: Tensor, x: Tensor, routed: RoutedRows, fresh: bool
+def fold(
+    buffer: Tensor, dy: Tensor, x: Tensor, routed: RoutedRows, *, dy_by_row: bool, fresh: bool
 ) -> None:
-    """Continue `buffer` [E, 2I, H] over the runs; a `fresh` buffer counts as all zero."""
+    """Continue `buffer` [E, N, K] over the runs: see `fold_runs`."""
     runs = routed.runs
-    expert_fold_op(buffer, dpacked, x, runs.places, runs.rows, runs.first, False, fresh)
-
-
-def fold_down(
-    buffer: Tensor, dy: Tensor, weighted: Tensor, routed: RoutedRows, fresh: bool
-) -> None:
-    """Continue `buffer` [E, H, I] over the runs; a `fresh` buffer counts as all zero."""
-    runs = routed.runs
-    expert_fold_op(buffer, dy, weighted, runs.places, runs.rows, runs.first, True, fresh)
+    expert_fold_op(buffer, dy, x, runs.places, runs.rows, runs.first, dy_by_row, fresh)

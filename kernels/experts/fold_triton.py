@@ -32,10 +32,9 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma, sm_count
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
 from rl_consistency.kernels.core.matrix_step import matrix_step
 from rl_consistency.kernels.core.operand import dense_rows
-from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.pairs_triton import members_of
 from rl_consistency.kernels.experts.schedules import (

@@ -23,7 +23,7 @@ from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_wgmma
 from rl_consistency.kernels.core.findings import findings_of
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS
 from rl_consistency.kernels.matmul import audit

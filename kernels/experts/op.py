@@ -181,7 +181,7 @@ class ExpertsFunction(torch.autograd.Function):
                 ctx,
                 gate_up,
                 ctx.buffers[0],
-                lambda g, fresh: own.fold_gate_up(g, dpacked, x, routed, fresh),
+                lambda g, fresh: own.fold(g, dpacked, x, routed, dy_by_row=False, fresh=fresh),
                 overwrites=True,
             )
         if ctx.needs_input_grad[4]:
@@ -189,7 +189,7 @@ class ExpertsFunction(torch.autograd.Function):
                 ctx,
                 down,
                 ctx.buffers[1],
-                lambda g, fresh: own.fold_down(g, dy, weighted, routed, fresh),
+                lambda g, fresh: own.fold(g, dy, weighted, routed, dy_by_row=True, fresh=fresh),
                 overwrites=True,
             )
         return dx, None, dweights, dgate_up, ddown, *(None,) * 5

@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import has_tma, sm_count, takes_descriptors
+from rl_consistency.kernels.core.launch import remembered, tile_descriptor
 from rl_consistency.kernels.core.matrix_step import matrix_step
 from rl_consistency.kernels.core.operand import dense_rows
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule, pick
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 
 LINE_BYTES = 16
 """The start of every tensor is a multiple of this, so that threads copy whole lines."""

@@ -23,12 +23,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.product_triton import (
@@ -244,21 +242,5 @@ def _options(schedule: Schedule, x: Tensor, weights: int = 1) -> dict[str, Any]:
     }
 
 
-@kernel_op(fake=_qkv_fake)
-def qkv_op(
-    x: Tensor,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    bq: Tensor | None,
-    bk: Tensor | None,
-    bv: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`qkv_fwd` as a compiler sees it."""
-    return qkv_fwd(x, wq, wk, wv, bq, bk, bv)
-
-
-@kernel_op(fake=_gate_up_glu_fake)
-def gate_up_glu_op(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str) -> Tensor:
-    """`gate_up_glu_fwd` as a compiler sees it."""
-    return gate_up_glu_fwd(x, w_gate, w_up, activation)
+qkv_op = kernel_op(fake=_qkv_fake, name="qkv_op")(qkv_fwd)
+gate_up_glu_op = kernel_op(fake=_gate_up_glu_fake, name="gate_up_glu_op")(gate_up_glu_fwd)

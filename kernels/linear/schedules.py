@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.matmul.schedules import Schedule, table_of
 

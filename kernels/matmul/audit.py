@@ -21,7 +21,7 @@ from torch import Tensor
 from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.findings import findings_of, withdrawn_schedules
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 
 AUDIT_EVERY = 257
 """Calls from one audit to the next. A prime, so that the audits reach every site of a

@@ -32,7 +32,7 @@ from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma
 from rl_consistency.kernels.core.findings import Findings, dtype_name, findings_of
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.core.operand import aligned
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.matmul import cublaslt

@@ -26,11 +26,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
 
@@ -276,9 +274,4 @@ def _launch_tma(
     )  # fmt: skip
 
 
-@kernel_op(fake=_matmul_fake)
-def matmul_op(
-    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
-) -> Tensor:
-    """`matmul_fwd` as a compiler sees it: one opaque call."""
-    return matmul_fwd(a, b, bias, layout, out_dtype)
+matmul_op = kernel_op(fake=_matmul_fake, name="matmul_op")(matmul_fwd)

@@ -19,7 +19,7 @@ from math import hypot
 import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 
 ACCUMULATOR_BYTES = 4

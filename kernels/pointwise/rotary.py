@@ -30,10 +30,9 @@ from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
 from rl_consistency.kernels.core.operand import dense_rows, require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 ORDER = ReductionOrder(

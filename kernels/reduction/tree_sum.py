@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(

@@ -33,8 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.grid import cdiv
-from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.launch import cdiv, remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.rms_norm.schedules import (

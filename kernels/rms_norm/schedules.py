@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.launch import next_power_of_2
 
 MAX_WIDTH = 16384
 """Widest row of one program. The backward pass spills registers above 8192 (fp32: from 8192 on)."""

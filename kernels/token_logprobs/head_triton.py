@@ -19,10 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import sm_count
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
 from rl_consistency.kernels.core.matrix_step import FP32_STEP, matrix_step, no_steps
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, exp_fp32
 from rl_consistency.kernels.sampling.statistics_triton import (

@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback
 
 from rl_consistency.integrations.generation import (
@@ -47,8 +46,10 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 class Attachment:
     """What `attach` has put into a trainer, until `detach()` or the end of the `with` block."""
 
-    def __init__(self, cuda_graphs: bool = True) -> None:
-        self._undo, self._cuda_graphs = ExitStack(), cuda_graphs
+    def __init__(self, trainer: Any, gradients: dict[str, Any], cuda_graphs: bool) -> None:
+        self._trainer, self._model = trainer, trainer.model
+        self._gradients, self._cuda_graphs = gradients, cuda_graphs
+        self._undo = ExitStack()
         self._drift: RolloutDrift | None = None
         self._checks: GradientChecks | None = None
 
@@ -74,15 +75,14 @@ class Attachment:
         after an exception inside a step."""
         self._undo.close()
 
-    def _set(
-        self, owner: Any, name: str, value: object, unless: Callable[[], bool] = lambda: False
-    ) -> None:
-        """An attribute of an object's own, put back by `detach` unless that says otherwise then."""
-        self._undo.enter_context(replaced(owner, name, value, unless=unless))
+    def _set(self, owner: Any, **values: Any) -> None:
+        """Attributes of an object's own, put back by `detach`."""
+        for name, value in values.items():
+            self._undo.enter_context(replaced(owner, name, value))
 
-    def _call_back(self, trainer: Any, callback: TrainerCallback) -> None:
-        trainer.add_callback(callback)
-        self._undo.callback(trainer.remove_callback, callback)
+    def _call_back(self, callback: TrainerCallback) -> None:
+        self._trainer.add_callback(callback)
+        self._undo.callback(self._trainer.remove_callback, callback)
 
     def _patch(self, model: Any, answer: LabelAnswer, grad_dtype: torch.dtype | None) -> None:
         """Patch a model; the forward that TRL has set on it comes back with `detach`."""
@@ -93,10 +93,107 @@ class Attachment:
         self._undo.callback(session.restore)
         vars(model)["answer"] = answer  # restore() takes it off
 
-    def _freeze(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            self._undo.callback(parameter.requires_grad_, parameter.requires_grad)
-            parameter.requires_grad_(False)
+    def _to_data(self, kind: Kind) -> None:
+        """Patch a trainer that learns from given data."""
+        answer = LabelAnswer(most_likely=kind == "SFTTrainer", observers=self._checks_of(None))
+        if kind == "Trainer":
+            self._set(self._trainer, predict=_refuse_predictions)
+        self._patch(self._model, answer, self._give_masters())
+
+    def _to_rollouts(
+        self, metrics_of: Sequence[str], sampling_metrics: bool, engine: dict[str, Any]
+    ) -> None:
+        """Patch a trainer that generates, and let a RolloutEngine generate."""
+        trainer = self._trainer
+        sampling = SamplingParams(
+            temperature=trainer.temperature,
+            top_k=trainer.top_k or 0,
+            top_p=1.0 if trainer.top_p is None else trainer.top_p,
+            min_p=trainer.min_p or 0.0,
+            max_tokens=trainer.max_completion_length,
+            seed=trainer.args.seed,
+        )
+        drift = self._watch(sampling, metrics_of)
+        observers: list[Observer] = [
+            lambda ids, batch, scores: drift.observe(ids, batch.mask, scores),
+            *self._checks_of(sampling),
+        ]
+        self._patch(self._model, LabelAnswer(sampling, observers=observers), self._give_masters())
+        if trainer.ref_model is not None:
+            reference = unwrapped(trainer.ref_model)
+            self._patch(reference, LabelAnswer(sampling), None)
+            for parameter in reference.parameters():
+                self._undo.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(False)
+        generation = EngineGeneration(trainer, self._model, sampling, drift, engine)
+        self._call_back(generation)
+        self._set(
+            trainer,
+            vllm_generation=generation,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_importance_sampling_correction=sampling_metrics,
+            _last_loaded_step=-1,
+        )
+        self._log(drift.take)
+
+    def _to_stock(self, metrics_of: Sequence[str]) -> None:
+        """Watch a trainer as it is."""
+        trainer, model, drift = self._trainer, self._model, self._watch(None, metrics_of)
+        if trainer.use_vllm:
+            backend = trainer.vllm_generation
+            self._set(backend, generate=watched_backend(backend.generate, drift))
+            if backend.logprobs is None:  # RLOO's own
+                self._set(backend, logprobs=0)
+        else:
+            generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
+            self._set(model, generate=generate)
+        self._set(model, forward=watched_forward(model.forward, drift))
+        self._log(drift.take)
+
+    def _watch(self, sampling: SamplingParams | None, metrics_of: Sequence[str]) -> RolloutDrift:
+        self._drift = RolloutDrift(self._trainer, sampling, metrics_of)
+        self._call_back(self._drift)
+        return self._drift
+
+    def _checks_of(self, sampling: Sampling | None) -> list[Observer]:
+        """Let the trainer check gradients, if that is asked for; what has to see its passes."""
+        if not self._gradients["every"]:
+            return []
+        self._checks = GradientChecks(self._trainer, self._model, sampling, **self._gradients)
+        self._call_back(self._checks)
+        self._log(self._checks.take)
+        return [self._checks.observe]
+
+    def _give_masters(self) -> torch.dtype | None:
+        """Let a 16-bit model be updated through fp32 masters, unless DeepSpeed does it or the
+        trainer was given an optimizer; returns the dtype of its gradients for `patch`.
+
+        DistributedDataParallel takes gradients of the weights' dtype only.
+        """
+        trainer = self._trainer
+        if (
+            next(self._model.parameters()).dtype == torch.float32
+            or trainer.is_deepspeed_enabled
+            or trainer.optimizer is not None
+        ):
+            return None
+        optimizer = _with_masters(trainer)
+        # Training that goes on without the attachment keeps it: there is no other to step with.
+        put = replaced(trainer, "optimizer", optimizer, unless=lambda: trainer.is_in_train)
+        self._undo.enter_context(put)
+        return torch.float32 if trainer.accelerator.num_processes == 1 else None
+
+    def _log(self, take: Callable[[], dict[str, float]]) -> None:
+        """Add figures to what the trainer logs in training."""
+        trainer, log = self._trainer, self._trainer.log
+
+        def log_with_figures(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if trainer.model.training:
+                logs.update(take())
+            log(logs, *args, **kwargs)
+
+        self._set(trainer, log=log_with_figures)
 
 
 def attach(
@@ -174,25 +271,23 @@ def attach(
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
         raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
-    attachment = Attachment(cuda_graphs)
+    attachment = Attachment(trainer, gradients, cuda_graphs)
     try:
-        attachment._call_back(trainer, SameModel(trainer, trainer.model))
-        if not measure_only:
-            backward = _in_one_thread(trainer.accelerator.backward)
-            attachment._set(trainer.accelerator, "backward", backward)
+        attachment._call_back(SameModel(trainer, trainer.model))
         if measure_only:
-            _watch_stock(attachment, trainer, metrics_of)
-        elif generates:
-            engine["cuda_graphs"] = cuda_graphs
-            _attach_to_rollouts(
-                attachment, trainer, sampling_metrics, metrics_of, gradients, engine
-            )
+            attachment._to_stock(metrics_of)
         else:
-            _attach_to_data(attachment, trainer, kind, gradients)
+            backward = _in_one_thread(trainer.accelerator.backward)
+            attachment._set(trainer.accelerator, backward=backward)
+            if generates:
+                engine["cuda_graphs"] = cuda_graphs
+                attachment._to_rollouts(metrics_of, sampling_metrics, engine)
+            else:
+                attachment._to_data(kind)
     except BaseException:
         attachment.detach()
         raise
-    attachment._set(trainer, _MARK, attachment)
+    attachment._set(trainer, **{_MARK: attachment})
     return attachment
 
 
@@ -212,36 +307,8 @@ def _in_one_thread(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _attach_to_data(
-    attachment: Attachment, trainer: Any, kind: Kind, gradients: dict[str, Any]
-) -> None:
-    observers = _check_gradients(attachment, trainer, None, gradients)
-    answer = LabelAnswer(most_likely=kind == "SFTTrainer", observers=observers)
-    if kind == "Trainer":
-        attachment._set(trainer, "predict", _refuse_predictions)
-    attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
-
-
 def _refuse_predictions(*_: Any, **__: Any) -> None:
     raise ValueError("predict() needs logits, and a call with labels makes none; detach() first.")
-
-
-def _give_masters(attachment: Attachment, trainer: Any) -> torch.dtype | None:
-    """Let a 16-bit model be updated through fp32 masters, unless DeepSpeed does it or the trainer
-    was given an optimizer; returns the dtype of its gradients for `patch`.
-
-    DistributedDataParallel takes gradients of the weights' dtype only.
-    """
-    if (
-        next(trainer.model.parameters()).dtype == torch.float32
-        or trainer.is_deepspeed_enabled
-        or trainer.optimizer is not None
-    ):
-        return None
-    optimizer = _with_masters(trainer)
-    # Training that goes on without the attachment keeps it: a trainer has no other to step with.
-    attachment._set(trainer, "optimizer", optimizer, unless=lambda: trainer.is_in_train)
-    return torch.float32 if trainer.accelerator.num_processes == 1 else None
 
 
 def _with_masters(trainer: Any) -> MasterAdamW:
@@ -265,91 +332,3 @@ def _with_masters(trainer: Any) -> MasterAdamW:
             "model in float32."
         )
     return MasterAdamW(stock.param_groups)
-
-
-def _check_gradients(
-    attachment: Attachment, trainer: Any, sampling: Sampling | None, options: dict[str, Any]
-) -> list[Observer]:
-    """Let the trainer check gradients, if the options ask for it; what has to see its passes."""
-    if not options["every"]:
-        return []
-    checks = attachment._checks = GradientChecks(trainer, trainer.model, sampling, **options)
-    attachment._call_back(trainer, checks)
-    _log(attachment, trainer, checks.take)
-    return [checks.observe]
-
-
-def _attach_to_rollouts(
-    attachment: Attachment,
-    trainer: Any,
-    sampling_metrics: bool,
-    metrics_of: Sequence[str],
-    gradients: dict[str, Any],
-    engine: dict[str, Any],
-) -> None:
-    sampling = SamplingParams(
-        temperature=trainer.temperature,
-        top_k=trainer.top_k or 0,
-        top_p=1.0 if trainer.top_p is None else trainer.top_p,
-        min_p=trainer.min_p or 0.0,
-        max_tokens=trainer.max_completion_length,
-        seed=trainer.args.seed,
-    )
-    drift = _rollout_drift(attachment, trainer, sampling, metrics_of)
-    observers: list[Observer] = [lambda ids, batch, scores: drift.observe(ids, batch.mask, scores)]
-    observers += _check_gradients(attachment, trainer, sampling, gradients)
-    answer = LabelAnswer(sampling, observers=observers)
-    attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
-    if trainer.ref_model is not None:
-        reference = unwrapped(trainer.ref_model)
-        attachment._patch(reference, LabelAnswer(sampling), None)
-        attachment._freeze(reference)
-
-    generation = EngineGeneration(trainer, trainer.model, sampling, drift, engine)
-    attachment._call_back(trainer, generation)
-    for name, value in {
-        "vllm_generation": generation,
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_importance_sampling_correction": sampling_metrics,
-        "_last_loaded_step": -1,
-    }.items():
-        attachment._set(trainer, name, value)
-    _log(attachment, trainer, drift.take)
-
-
-def _rollout_drift(
-    attachment: Attachment,
-    trainer: Any,
-    sampling: SamplingParams | None,
-    metrics_of: Sequence[str],
-) -> RolloutDrift:
-    drift = attachment._drift = RolloutDrift(trainer, sampling, metrics_of)
-    attachment._call_back(trainer, drift)
-    return drift
-
-
-def _watch_stock(attachment: Attachment, trainer: Any, metrics_of: Sequence[str]) -> None:
-    drift, model = _rollout_drift(attachment, trainer, None, metrics_of), trainer.model
-    if trainer.use_vllm:
-        backend = trainer.vllm_generation
-        attachment._set(backend, "generate", watched_backend(backend.generate, drift))
-        if backend.logprobs is None:  # RLOO's own
-            attachment._set(backend, "logprobs", 0)
-    else:
-        generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
-        attachment._set(model, "generate", generate)
-    attachment._set(model, "forward", watched_forward(model.forward, drift))
-    _log(attachment, trainer, drift.take)
-
-
-def _log(attachment: Attachment, trainer: Any, take: Callable[[], dict[str, float]]) -> None:
-    """Add figures to what the trainer logs in training."""
-    log = trainer.log
-
-    def log_with_figures(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if trainer.model.training:
-            logs.update(take())
-        log(logs, *args, **kwargs)
-
-    attachment._set(trainer, "log", log_with_figures)

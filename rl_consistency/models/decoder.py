@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.core.remembered_launch import ALIGNMENT as LAUNCH_ALIGNMENT
+from rl_consistency.kernels.core.launch import ALIGNMENT as LAUNCH_ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.hooks_and_checkpointing import (

@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import CACHE_VARIABLE
-from rl_consistency.kernels.core.remembered_launch import Remembered
+from rl_consistency.kernels.core.launch import Remembered
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device import model_runner

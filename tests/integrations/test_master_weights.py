@@ -99,18 +99,6 @@ def test_a_write_through_data_is_no_less_one(weights, write):
     assert (weights[0] == 0.5).all()
 
 
-def test_a_weight_that_others_write_becomes_its_own_master(weights):
-    ours = optimizer(weights)
-    steps(ours, weights, count=1)
-    kept = ours._masters[0].clone()
-    with torch.no_grad():
-        weights[0][0, 0] = 7.0
-    ours._follow_writes()
-    assert ours._masters[0][0, 0] == 7.0
-    kept[0, 0] = 7.0
-    assert torch.equal(ours._masters[0], kept)
-
-
 def test_bfloat16_weights_train_without_a_differing_token(directory, tmp_path, attach):
     trainer = grpo(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16))
     attach(trainer)

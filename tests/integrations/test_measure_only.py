@@ -139,8 +139,3 @@ def test_a_vllm_at_another_temperature_is_seen(
         attachment = attach(trainer, measure_only=True)
         trainer.train()
         assert (attachment.drift.max_abs_diff > 1e-3) == (warmer != 1)
-
-
-def test_a_live_vllm_is_refused_where_the_engine_generates(directory, tmp_path, attach, vllm):
-    with pytest.raises(ValueError, match="use_vllm=True; .*to False, or measure_only=True"):
-        attach(grpo(directory, tmp_path, use_vllm=True))

@@ -14,12 +14,6 @@ def enabled():
     return torch._C._is_multithreading_enabled()
 
 
-def test_a_backward_pass_has_one_thread_and_gives_autograd_its_own_back():
-    backward = in_one_thread(lambda loss, *, retain: (enabled(), loss, retain))
-    assert backward(1.0, retain=True) == (False, 1.0, True)
-    assert enabled()
-
-
 def test_a_backward_pass_that_breaks_off_gives_them_back():
     with pytest.raises(ZeroDivisionError):
         in_one_thread(lambda: 1 / 0)()

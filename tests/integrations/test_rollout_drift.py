@@ -121,14 +121,6 @@ def test_tokens_that_met_other_experts_are_counted_in_all_turns(drift, left):
     assert figures["consistency/mismatched_tokens"] == 0
 
 
-@pytest.mark.parametrize("sampled, trained", [([50], None), (None, [50])])
-def test_routing_of_one_side_alone_is_refused(drift, sampled, trained):
-    drift.sampled(*sample([7, 8], [3], [-1.0], sampled))
-    observe(drift, [7, 8, 3], [0, 0, 1], [-1.0], routing=trained)
-    with pytest.raises(ValueError, match="only the .* has routing; give that of both sides"):
-        drift.take()
-
-
 def test_a_token_that_was_not_sampled_is_counted(drift):
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     observe(drift, [7, 8, 3, 5], [0, 0, 1, 1], [-1.0, -2.0])

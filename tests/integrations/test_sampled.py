@@ -1,7 +1,5 @@
 """Outputs of vLLM, SGLang and Hugging Face's generate, read as data."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,32 +61,6 @@ def test_generate_gives_the_logprobs_that_a_forward_gives(directory):
     ]
     report = rl_consistency.compare_logprobs(found.logprobs, training)
     assert report.tokens == sum(map(len, found.token_ids)) and report.max_abs_diff < 1e-4
-
-
-def test_the_example_of_the_docs_runs(directory, capsys):
-    model, tokens = loaded(directory).eval(), [71, 72, 73]
-
-    def generate(asked, sampling):
-        assert sampling.logprobs == 0
-        for prompt in asked:
-            ids = torch.tensor([[*prompt["prompt_token_ids"], *tokens]])
-            rows = model(ids).logits[0, -4:-1].log_softmax(-1)
-            yield request(
-                (
-                    tokens,
-                    [{t: SimpleNamespace(logprob=row[t].item())} for t, row in zip(tokens, rows)],
-                )
-            )
-
-    text = (Path(__file__).parents[2] / "docs/integrations.md").read_text("utf-8")
-    (code,) = (part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "of_vllm" in part)
-    names = {"prompts": [[65], [66, 67]], "model": model, "torch": torch}
-    with torch.no_grad():
-        exec(
-            code,
-            names | {"llm": SimpleNamespace(generate=generate), "SamplingParams": SimpleNamespace},
-        )
-    assert capsys.readouterr().out.startswith("DriftReport(tokens=6, mismatched_tokens=0")
 
 
 def test_the_sampled_token_of_trl_s_backend_is_found_by_its_id():

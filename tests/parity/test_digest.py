@@ -62,13 +62,6 @@ def test_the_joint_digest_reads_names_and_digests_in_no_order():
     assert len({joint_digest(other) for other in [each, *others]}) == 5
 
 
-def test_hashing_does_not_copy_a_contiguous_tensor():
-    from rl_consistency.parity.digest import _bytes
-
-    tensor = torch.randn(3, 4)
-    assert _bytes(tensor).data_ptr() == tensor.data_ptr()
-
-
 def test_the_first_difference_is_the_first_name_in_order():
     a = {"b": torch.ones(2), "a": torch.zeros(2), "c": torch.tensor([math.nan])}
     same = {name: value.clone() for name, value in a.items()}
@@ -83,11 +76,6 @@ def test_mutant_comparing_values_instead_of_bytes_misses_the_sign_of_zero():
     zero = torch.zeros(2)
     assert torch.equal(zero, -zero)
     assert first_difference({"a": zero}, {"a": -zero}) == "a"
-
-
-def test_digests_by_name_compare_as_values():
-    assert first_difference({"a": "12", "b": "34"}, {"a": "12", "b": "35"}) == "b"
-    assert first_difference({"a": None}, {"a": torch.zeros(1)}) == "a"
 
 
 @pytest.mark.parametrize("size", [3, SMALL])

@@ -12,10 +12,7 @@ from rl_consistency.parity import gradients
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
-    WHOLE,
     GradientReport,
-    Regrouping,
-    RegroupingResult,
     check_gradients,
 )
 from rl_consistency.verify.presets import PRESETS, build_preset
@@ -36,13 +33,6 @@ def global_loss(scored, group):
 def check(model, loss=global_loss, **options):
     sequences = probe_tokens(LENGTHS, model.config.vocab_size)
     return check_gradients(model, sequences, prompt_lengths=PROMPTS, loss=loss, **options)
-
-
-def test_groups_repeat_their_sizes_and_cut_the_last():
-    assert list(Regrouping("uneven", (1, 2)).groups(4)) == [[0], [1, 2], [3]]
-    assert list(Regrouping("uneven", (3, 1)).groups(6)) == [[0, 1, 2], [3], [4, 5]]
-    assert list(WHOLE.groups(3)) == [[0, 1, 2]]
-    assert list(WHOLE.groups(0)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,33 +184,3 @@ def test_another_order_of_sequences_fails():
             ).sum().backward()
             gradients.append(model.model.layers[0].mlp.up_proj.weight.grad.clone())
     assert first_difference({"": gradients[0]}, {"": gradients[1]}) is not None
-
-
-@pytest.mark.parametrize("layout", ["left_padded", "right_padded"])
-def test_padded_layouts_hold_every_token_once(layout):
-    ids, mask = lay_out([[5, 6], [7, 8, 9]], layout)
-    assert ids.shape == mask.shape == (2, 6)
-    assert ids[mask.bool()].tolist() == [5, 6, 7, 8, 9]
-    assert bool(mask[0, -1]) == (layout == "left_padded")
-
-
-def test_packed_layouts_differ_in_their_gaps():
-    plain, mask = lay_out([[5, 6], [7]], "packed")
-    gaps, _ = lay_out([[5, 6], [7]], "packed_with_gaps")
-    assert mask is None
-    assert plain.layout.query_starts == [0, 16] and gaps.layout.query_starts == [16, 48]
-
-
-def test_the_report_adds_up_and_names_the_first():
-    report = GradientReport(
-        (
-            RegroupingResult("a", {"model.norm.weight": 0, "lm_head.weight": 0}),
-            RegroupingResult("b", {"model.norm.weight": 0, "lm_head.weight": 2}),
-            RegroupingResult("c", {"model.norm.weight": 3, "lm_head.weight": 0}),
-        ),
-        10,
-    )
-    assert report.mismatched_elements == 5 and not report.passed
-    assert report.first_parameter == "lm_head.weight"
-    with pytest.raises(ConsistencyError, match=r"'b' differs .* 2 of 10 .* in lm_head.weight"):
-        report.require_passed()

@@ -110,14 +110,6 @@ def test_both_sides_score_the_tokens_that_training_scores(
             assert (part - expected).abs().max() < 1e-4
 
 
-def test_greedy_is_read_as_temperature_one(sequences, sides):
-    model = build()
-    with patch(model) as session:
-        for temperature in (0.0, 1.0):
-            measure_stock_drift(session, sequences, PROMPTS, temperature=temperature)
-    assert all(torch.equal(a, b) for a, b in zip(sides[0][1], sides[1][1]))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_gradient_checkpointing_does_not_pass_for_drift(sequences, training):
     """In training mode it would make transformers throw the KV cache away."""

@@ -259,14 +259,6 @@ def test_every_family_and_dtype_is_equal_to_itself(name, dtype, work):
     assert len(own) == (0 if dtype is torch.float16 else len(list(model.parameters())))
 
 
-def test_without_a_head_norm_the_gradient_at_a_projection_is_the_rotations(work):
-    model = build_preset("tiny-llama")
-    options = {"prompt_lengths": work.prompt_lengths, "between": ("training", "again")}
-    with patch(model), later("rotary", input_gradient(1), every=2, at=1):
-        first = localize(model, work.sequences, ablation=False, **options).first
-    assert (first.pass_, first.op, first.layer) == ("backward", "rotary", 1)
-
-
 def test_projections_of_one_launch_are_tapped_one_by_one(model, found):
     """As on a GPU, where inference fuses them; no GPU is needed to run the fused op."""
 

@@ -88,8 +88,3 @@ def test_sparse_models_are_equal_to_themselves_in_every_op(name, work):
         assert {op.op for op in result.ops} == {*ops, "residual"}
         own = [op for op in result.ops if op.what.startswith("gradient of ") and op.tokens is None]
         assert len(own) == len(list(model.parameters()))
-
-
-def test_the_ablation_names_the_ops_of_a_sparse_model(model, work):
-    rows = found(model, work, between=("rollout", "training"), ablation=True).ablation
-    assert {row.op for row in rows} == {*ops_of(model.config)}

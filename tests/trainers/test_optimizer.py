@@ -78,18 +78,6 @@ def test_a_low_precision_policy_follows_fp32_masters_rounded_into_it_in_place(dt
     assert [p.data_ptr() for p in model.parameters()] == places
 
 
-def test_updates_smaller_than_a_bf16_step_are_not_lost():
-    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    model.weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
-    optimizer = optimizer_of(model, learning_rate=1e-4)
-    for _ in range(100):
-        model.weight.grad = torch.ones(1, 1)
-        optimizer.step()
-    assert model.weight.item() == pytest.approx(0.99, abs=0.004)
-
-
 def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_returned():
     model, twin = small_model(), small_model()
     give_gradients(model, scale=7.0)

@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import WandbSection
-from rl_consistency.trainers.hooks import ConsistencyHook
-from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.run_directory.step_files import Metrics, StepFiles
+from rl_consistency.trainers.run_directory.step_files import Metrics
 from rl_consistency.trainers.tracking.console import ConsoleTable
 from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker
 
@@ -85,20 +82,7 @@ class RunOutput:
         return guarded
 
 
-class Tracked(Protocol):
-    """What trackers read of a run."""
-
-    config: RunConfig
-    step_files: StepFiles
-    hook: ConsistencyHook
-    tokenizer: Any
-    announce: Callable[[str], None]
-    wandb_run_id: str
-    progress: Progress
-    trainer: Any
-
-
-def trackers_of(run: Tracked, wandb: WandbSection | None) -> list[Tracker]:
+def trackers_of(run: Any, wandb: WandbSection | None) -> list[Tracker]:
     """The files of the run's steps, and what its recipe names; `wandb` is of `check_wandb`."""
     config = run.config
     trackers: list[Tracker] = [run.step_files]

@@ -1,13 +1,16 @@
 """Decode on sm_90: few queries of each sequence, keys in a paged cache.
 
 A program copies keys and values through a ring of shared buffers, several copies ahead of its
-matrix steps. The bits are those of `forward_triton`. Where programs share a tile, they write every
-block to memory; then the last program folds all blocks in order (`decode_fold`), or several fold a
-slice of the columns each.
+matrix steps. The bits are those of `forward_triton`.
+
+Where programs share a tile, they write every block to memory; then the last program folds all
+blocks in order, or several fold a slice of the columns each. The fold is a left one: each block's
+sums are scaled to the running maximum and added, first to last. Columns are independent. Written
+blocks pass through a ring of shared buffers, copied two ahead of the fold.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -17,54 +20,108 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.attention.hopper.decode_copies import (
-    copy_keys,
-    entries_of,
-    prefetch_keys,
-)
-from rl_consistency.kernels.attention.hopper.decode_fold import (
-    all_written,
-    finite,
-    first_sums,
-    floats_for,
-    fold_block,
-    fold_written,
-    folded_layout,
-    write_block,
-)
-from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, parts_of, row_buffers
 from rl_consistency.kernels.attention.hopper.tiles import (
     LANES,
     NEG_INF,
     OPTIONS,
     WARPS,
-    finish_rows,
     halve,
-    places_of,
     stored_layout,
     thread_barrier,
-    write_columns,
-    write_lse,
     write_rows,
 )
 from rl_consistency.kernels.attention.schedules import PER_CALL, Cut
 from rl_consistency.kernels.attention.tiles_triton import ForwardCall
+from rl_consistency.kernels.core.prefetch import LINE, prefetch_lines
 
 ROWS = gl.constexpr(16)
 REGISTERS = 504
 """Registers of a multiprocessor per thread of one program, for all resident programs together."""
+BUFFERS = gl.constexpr(3)
+"""Buffers of the fold's ring; the code below is written for three."""
+WRITTEN_FLOATS = gl.constexpr(9216)
+"""Most numbers of written blocks in one buffer, where a multiprocessor holds two programs."""
+FEW_FLOATS = gl.constexpr(4608)
+"""Most numbers of written blocks in one buffer, where a multiprocessor holds three programs."""
+MOST_BLOCKS = gl.constexpr(128)
+"""Most blocks in one buffer."""
 
 
 @gluon.jit
-def _load_part(
-    Q, at, inside, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    S: gl.constexpr,
+def entries_of(table, start, limit, BLOCK: gl.constexpr, KEYS: gl.constexpr):
+    """Physical blocks [KEYS] of the keys from `start`, one a thread."""
+    key = start + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.load(table + key // BLOCK, mask=key < limit, other=0)
+
+
+@gluon.constexpr_function
+def keys_layout(keys, columns):
+    """Copies of 16 bytes: a thread's rows mostly lie in one cache block, their copies in distinct
+    banks."""
+    each = min(8, keys * columns // 1024)
+    return gl.BlockedLayout([each, 8], [256 // columns, columns // 8], [WARPS.value, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_rows(
+    buffer, base, entries, start, limit, stride_row, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr
+):
+    """Start copying keys or values into a buffer [KEYS, columns]."""
+    KEYS: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = keys_layout(KEYS, COLUMNS)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    key = start + gl.arange(0, KEYS, layout=rows)
+    dim = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    row = gl.convert_layout(entries, rows).to(gl.int64) * BLOCK + key % BLOCK
+    pointer = base + gl.expand_dims(row * stride_row, 1) + gl.expand_dims(dim, 0)
+    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
+    async_copy.async_copy_global_to_shared(buffer, pointer, mask=inside)
+
+
+@gluon.jit
+def prefetch_keys(base, entries, start, stride_row, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Ask for the keys or values from `start` in the L2 cache.
+
+    `entries` [KEYS] say where they lie. A key past the sequence's end is asked for in block 0.
+    """
+    ELEMENTS: gl.constexpr = LINE * 8 // base.dtype.element_ty.primitive_bitwidth
+    key = start + gl.arange(0, entries.shape[0], layout=entries.type.layout)
+    row = entries.to(gl.int64) * BLOCK + key % BLOCK
+    for column in gl.static_range(0, HEAD_DIM, ELEMENTS):
+        prefetch_lines(base + row * stride_row + column)
+
+
+@gluon.jit
+def copy_keys(
+    buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    wide: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [WARPS, 1], [1, 0]
-    )
+    """Start copying keys or values from `start`, zeros past `limit` and HEAD_DIM, as one group."""
+    if start < end:
+        _copy_rows(buffer, base, entries, start, limit, stride_row, BLOCK, HEAD_DIM)
+    async_copy.commit_group()
+
+
+@gluon.constexpr_function
+def rows_layout(columns):
+    """Rows of so many 16-bit columns in shared memory: 16 bytes of eight rows in distinct banks."""
+    pieces = min(columns // 8, 8)
+    return gl.SwizzledSharedLayout(8, 8 // pieces, pieces, [1, 0])
+
+
+@gluon.jit
+def row_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """COUNT buffers [ROWS, DIM] in shared memory for the warps' own matrix steps."""
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, DIM], rows_layout(DIM))
+
+
+@gluon.jit
+def load_queries(Q, at, inside, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr):
+    """Queries [R, DIM] of rows at offsets `at` [R], zeros where not `inside` [R], as operands."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, wide)
-    dim = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, wide))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
     pointer = Q + gl.expand_dims(gl.convert_layout(at, rows), 1) + gl.expand_dims(dim, 0)
     mask = gl.expand_dims(gl.convert_layout(inside, rows), 1) & gl.expand_dims(dim < HEAD_DIM, 0)
     q = gl.load(pointer, mask=mask, other=0.0)
@@ -72,36 +129,17 @@ def _load_part(
 
 
 @gluon.jit
-def load_queries(
-    Q, at, inside, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr
-):  # fmt: skip
-    """Queries [R, DIM] of rows at offsets `at` [R], zeros where not `inside` [R], as operands."""
-    PARTS: gl.constexpr = parts_of(DIM)
-    found = ()
-    for i in gl.static_range(len(PARTS)):
-        found = found + (_load_part(Q, at, inside, PARTS[i][0], PARTS[i][1], HEAD_DIM, S),)
-    return found
-
-
-@gluon.jit
-def block_scores(q, key_bufs, S: gl.constexpr):
+def block_scores(q, keys, S: gl.constexpr):
     """Scores [R, KEYS] of a block, one chain over all columns."""
-    scores = gl.full([q[0].shape[0], key_bufs[0].shape[0]], 0.0, gl.float32, S)
-    for i in gl.static_range(len(q)):
-        keys = key_bufs[i].permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
-        scores = mma_v2(q[i], keys, scores)
-    return scores
+    scores = gl.full([q.shape[0], keys.shape[0]], 0.0, gl.float32, S)
+    return mma_v2(q, keys.permute([1, 0]).load(gl.DotOperandLayout(1, S, 2)), scores)
 
 
 @gluon.jit
-def block_product(p, value_bufs, S: gl.constexpr):
+def block_product(p, values, S: gl.constexpr):
     """p [R, KEYS] by the values of a block."""
-    found = ()
-    for i in gl.static_range(len(value_bufs)):
-        values = value_bufs[i].load(gl.DotOperandLayout(1, S, 2))
-        zeros = gl.full([p.shape[0], value_bufs[i].shape[1]], 0.0, gl.float32, S)
-        found = found + (mma_v2(p, values, zeros),)
-    return found
+    zeros = gl.full([p.shape[0], values.shape[1]], 0.0, gl.float32, S)
+    return mma_v2(p, values.load(gl.DotOperandLayout(1, S, 2)), zeros)
 
 
 @gluon.jit
@@ -128,36 +166,332 @@ def exponentials(scores, factor, R: gl.constexpr, ACROSS: gl.constexpr, LANES: g
 
 
 @gluon.jit
-def _probabilities(
-    q, key_bufs, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
-):
+def _probabilities(q, keys, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr):
     """(m in log2 units [ROWS], p [ROWS, KEYS], its eight lanes) of one block."""
-    KEYS: gl.constexpr = key_bufs[0].shape[0]
-    scores = block_scores(q, key_bufs, S)
+    KEYS: gl.constexpr = keys.shape[0]
+    scores = block_scores(q, keys, S)
     key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
     distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
     scores = gl.where((distance >= 0) & (distance < window), scores, NEG_INF)
     return exponentials(scores, factor, ROWS, WARPS, LANES)
 
 
+@gluon.constexpr_function
+def folded_layout(rows, columns, lanes):
+    """The layout of [rows, columns] sums, or of lanes with their rows in the same threads."""
+    each = min(4, max(1, rows * columns // 128))
+    threads = min(32, columns // each)
+    across = max(1, columns // (threads * each))
+    return gl.BlockedLayout(
+        [1, 1 if lanes else each], [32 // threads, threads], [4 // across, across], [1, 0]
+    )
+
+
+@gluon.constexpr_function
+def copied_layout(columns):
+    """The layout in which [rows, columns] sums are copied, 16 bytes a thread."""
+    threads = min(32, columns // 4)
+    return gl.BlockedLayout([1, 4], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def blocks_at_once(rows, columns, floats):
+    """Written blocks, with their lanes, that one buffer of so many numbers holds."""
+    n = MOST_BLOCKS.value
+    while n * rows * (columns + 8) > floats:
+        n //= 2
+    return n
+
+
+def floats_for(resident: int) -> int:
+    """Most numbers of written blocks in one buffer, by the programs of a multiprocessor."""
+    return (FEW_FLOATS if resident > 2 else WRITTEN_FLOATS).value
+
+
+def shared_bytes(rows: int, columns: int, resident: int) -> int:
+    """Shared memory of a program's fold: its ring and the factors."""
+    blocks = int(blocks_at_once(rows, columns, floats_for(resident)))
+    return 4 * blocks * rows * (BUFFERS.value * (columns + 8) + 2)
+
+
+@gluon.constexpr_function
+def scanned_layout(n):
+    """The layout of [n, rows] maxima: the blocks of a row in one warp."""
+    threads = min(32, n)
+    return gl.BlockedLayout([max(1, n // 32), 1], [threads, 32 // threads], [1, 4], [0, 1])
+
+
 @gluon.jit
-def _write_results(
-    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+def finite(m):
+    """m, or 0 for a row that has seen no key: -inf minus -inf would be NaN."""
+    return gl.where(m == NEG_INF, 0.0, m)
+
+
+@gluon.jit
+def scaled(block, right, running, left):
+    """block * right + running * left, each [R, C] by [R]."""
+    right = gl.expand_dims(right, 1) + gl.zeros_like(block)
+    return gl.fma(block, right, running * gl.expand_dims(left, 1))
+
+
+@gluon.jit
+def fold_block(m, lane_m, lanes, acc, block_max, block_lanes, block_acc):
+    """(m, lane_m, lanes, acc) after one more block; lane_m is m in the layout of the lanes."""
+    lane_rows: gl.constexpr = lane_m.type.layout
+    new_m = gl.maximum(m, block_max)
+    lane_max = gl.convert_layout(block_max, lane_rows)
+    new_lane_m = gl.maximum(lane_m, lane_max)
+    shift, lane_shift = finite(new_m), finite(new_lane_m)
+    lanes = scaled(block_lanes, gl.exp2(lane_max - lane_shift), lanes, gl.exp2(lane_m - lane_shift))
+    right, left = gl.exp2(block_max - shift), gl.exp2(m - shift)
+    return new_m, new_lane_m, lanes, scaled(block_acc, right, acc, left)
+
+
+@gluon.jit
+def write_block(
+    block_m, block_lanes, block_acc, block, m, lanes, acc,
+    ROWS: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """o and lse of a tile's rows, first .. of a sequence; see `write_rows`."""
-    PARTS: gl.constexpr = parts_of(DIM)
-    out, lse = finish_rows(m, lanes, acc, LANES)
-    for i in gl.static_range(len(out)):
-        places = places_of(
-            out[i], first, kv_head, start_row, q_len, GROUP, stored_layout(PARTS[i][1])
-        )
-        write_columns(
-            OUT + PARTS[i][0], out[i], places, stride_ot, stride_oh, HEAD_DIM - PARTS[i][0],
-            stored_layout(PARTS[i][1]),
-        )  # fmt: skip
-        if i == 0:
-            write_lse(LSE, lse, places, stride_lse, stored_layout(PARTS[i][1]))
+    """Write the first STORED rows of one block's m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]."""
+    lane_layout: gl.constexpr = lanes.type.layout
+    place = block * STORED
+    lane_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, lane_layout))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+    at = gl.expand_dims((place + lane_row) * 8, 1) + gl.expand_dims(lane, 0)
+    kept = gl.expand_dims(lane_row < STORED, 1) & gl.expand_dims(lane < 8, 0)
+    gl.store(block_lanes + at, lanes, mask=kept)
+    # acc and m have one layout of rows.
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    at = gl.expand_dims((place + row) * DIM, 1) + gl.expand_dims(dim, 0)
+    kept = gl.expand_dims(row < STORED, 1) & gl.expand_dims(dim < DIM, 0)
+    gl.store(block_acc + at, acc, mask=kept)
+    gl.store(block_m + place + row, m, mask=row < STORED)
+
+
+@gluon.jit
+def _places(head_row, row, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Where the sums of rows lie: those of query t and head h at t * heads + h.
+
+    `head_row` is the place of row 0: the first query's, at the first head of the group.
+    """
+    return head_row.to(gl.int64) + row // GROUP * (KV_HEADS * GROUP) + row % GROUP
+
+
+@gluon.jit
+def first_sums(
+    sum_m, sum_lanes, sum_acc, head_row, first_row, column, end, R: gl.constexpr,
+    WIDTH: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    SHARED: gl.constexpr, lane_layout: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """(m [R], lanes [R, 8], acc [R, WIDTH from `column`]) that a fold begins with.
+
+    m = -inf and zeros; with SHARED, in rows before `end`, what `write_sums` has left.
+    """
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    if SHARED:
+        row = first_row + gl.arange(0, R, layout=rows)
+        dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+        lane_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, lane_layout))
+        lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+        place = _places(head_row, row, KV_HEADS, GROUP)
+        lane_place = _places(head_row, lane_row, KV_HEADS, GROUP)
+        m = gl.load(sum_m + place, row < end, NEG_INF, cache_modifier=".cg")
+        at = gl.expand_dims(lane_place * 8, 1) + gl.expand_dims(lane, 0)
+        inside = gl.expand_dims(lane_row < end, 1) & gl.expand_dims(lane < 8, 0)
+        lanes = gl.load(sum_lanes + at, inside, 0.0, cache_modifier=".cg")
+        at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(column + dim, 0)
+        inside = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < WIDTH, 0)
+        acc = gl.load(sum_acc + at, inside, 0.0, cache_modifier=".cg")
+    else:
+        m = gl.full([R], float("-inf"), gl.float32, rows)
+        lanes = gl.zeros([R, 8], gl.float32, lane_layout)
+        acc = gl.zeros([R, WIDTH], gl.float32, layout)
+    return m, lanes, acc
+
+
+@gluon.jit
+def write_sums(
+    sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end, R: gl.constexpr,
+    DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Write m [R], lanes [R, 8] and acc [R, DIM] of the rows before `end`, for `first_sums`."""
+    layout: gl.constexpr = acc.type.layout
+    lane_layout: gl.constexpr = lanes.type.layout
+    row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    lane_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, lane_layout))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+    place = _places(head_row, row, KV_HEADS, GROUP)
+    lane_place = _places(head_row, lane_row, KV_HEADS, GROUP)
+    at = gl.expand_dims(lane_place * 8, 1) + gl.expand_dims(lane, 0)
+    inside = gl.expand_dims(lane_row < end, 1) & gl.expand_dims(lane < 8, 0)
+    gl.store(sum_lanes + at, lanes, mask=inside)
+    at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(dim, 0)
+    inside = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < DIM, 0)
+    gl.store(sum_acc + at, acc, mask=inside)
+    gl.store(sum_m + place, gl.convert_layout(m, gl.SliceLayout(1, layout)), mask=row < end)
+
+
+@gluon.jit
+def all_written(ticket, part, parts, SLICES: gl.constexpr):
+    """Count program `part` of the tile's `parts`, which has written its blocks, in the tile's
+    ticket; whether it folds.
+
+    With one slice the last program folds. Otherwise the first SLICES programs do, after waiting for
+    all: the tile's programs must run at the same time.
+    """
+    if SLICES == 1:
+        folds = gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1
+    else:
+        gl.atomic_add(ticket, 1, sem="release", scope="gpu")
+        folds = part < SLICES
+        if folds:
+            gl.inline_asm_elementwise(
+                """{
+                .reg .pred missing;
+                again:
+                ld.acquire.gpu.global.s32 $0, [$1];
+                setp.lt.s32 missing, $0, $2;
+                @missing bra again;
+                }""",
+                "=&r,l,r", [ticket, parts], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    # No thread goes on before all have seen the count.
+    thread_barrier()
+    return folds
+
+
+@gluon.jit
+def _leave(ticket, parts, SLICES: gl.constexpr):
+    """Count this program again; the last one that folds sets the ticket back to 0."""
+    if SLICES == 1:
+        gl.store(ticket, 0)
+    else:
+        if gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == parts + SLICES - 1:
+            gl.store(ticket, 0)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _copy(
+    acc_buffer, lanes_buffer, block_acc, block_lanes, first, count, columns,
+    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Start copying N written blocks from `first`, zeros from `count` and from `columns` on, as one
+    group."""
+    # Copies of 16 bytes bypass the first-level cache, which may be stale.
+    layout: gl.constexpr = copied_layout(WIDTH)
+    row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    inside = gl.expand_dims(row < count * STORED, 1) & gl.expand_dims(column < columns, 0)
+    pointer = block_acc + gl.expand_dims(row * DIM, 1) + gl.expand_dims(column, 0)
+    async_copy.async_copy_global_to_shared(acc_buffer, pointer, mask=inside)
+    lane_layout: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
+    lane_row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, lane_layout))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+    inside = gl.expand_dims(lane_row < count * STORED, 1) & gl.expand_dims(lane < 8, 0)
+    pointer = block_lanes + gl.expand_dims(lane_row * 8, 1) + gl.expand_dims(lane, 0)
+    async_copy.async_copy_global_to_shared(lanes_buffer, pointer, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
+    """Maxima [N, STORED] of the blocks from `first`, and of the block before each."""
+    layout: gl.constexpr = scanned_layout(N)
+    block = first + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, STORED, layout=gl.SliceLayout(0, layout))
+    at = gl.expand_dims(block * STORED, 1) + gl.expand_dims(row, 0)
+    every = gl.expand_dims(row < STORED, 0)
+    known = gl.expand_dims(block < count, 1) & every
+    maxima = gl.load(block_m + at, known, NEG_INF, cache_modifier=".cg")
+    # The first place past the end needs the last block's maximum too: without it, a row that only
+    # this block has seen would be scaled to zero.
+    known = gl.expand_dims((block > 0) & (block <= count), 1) & every
+    before = gl.load(block_m + at - STORED, known, NEG_INF, cache_modifier=".cg")
+    return maxima, before
+
+
+@gluon.jit
+def _fold_some(lanes, acc, lanes_of, acc_of, left_of, right_of, block, place, STEP: gl.constexpr):
+    """(lanes, acc) after STEP written blocks: in the ring from `place`, their factors from `block`.
+
+    A function of its own: Triton's front end takes each once, but a loop's body twice, so that of
+    a loop in a loop four times.
+    """
+    layout: gl.constexpr = acc.type.layout
+    lane_layout: gl.constexpr = lanes.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
+    for j in gl.static_range(STEP):
+        a, b = left_of.index(block + j).load(rows), right_of.index(block + j).load(rows)
+        acc = scaled(acc_of.index(place + j).load(layout), b, acc, a)
+        a = left_of.index(block + j).load(lane_rows)
+        b = right_of.index(block + j).load(lane_rows)
+        lanes = scaled(lanes_of.index(place + j).load(lane_layout), b, lanes, a)
+    return lanes, acc
+
+
+@gluon.jit
+def fold_written(
+    ticket, parts, m, lanes, acc, block_m, block_lanes, block_acc, count, columns,
+    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, FLOATS: gl.constexpr,
+):  # fmt: skip
+    """(m, lanes, acc), as `first_sums` gives them, after a tile's `count` written blocks, in order.
+    `columns` of acc were written, from its first one on.
+
+    Each of the DIM / WIDTH folding programs calls it after `all_written`.
+    """
+    N: gl.constexpr = blocks_at_once(STORED, WIDTH, FLOATS)
+    STEP: gl.constexpr = min(N, 16)
+    rows: gl.constexpr = gl.SliceLayout(1, folded_layout(STORED, WIDTH, False))
+    scanned: gl.constexpr = scanned_layout(N)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    acc_ring = gl.allocate_shared_memory(gl.float32, [BUFFERS, N * STORED, WIDTH], flat)
+    lanes_ring = gl.allocate_shared_memory(gl.float32, [BUFFERS, N * STORED, 8], flat)
+    factors = gl.allocate_shared_memory(gl.float32, [2, N, STORED], flat)
+    left_of = factors.index(0)._reinterpret(gl.float32, [N, STORED], line)
+    right_of = factors.index(1)._reinterpret(gl.float32, [N, STORED], line)
+    acc_of = acc_ring._reinterpret(gl.float32, [BUFFERS * N, STORED, WIDTH], flat)
+    lanes_of = lanes_ring._reinterpret(gl.float32, [BUFFERS * N, STORED, 8], flat)
+    for j in gl.static_range(2):
+        _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
+              columns, STORED, WIDTH, DIM, N)  # fmt: skip
+    maxima, before = _maxima(block_m, 0, count, STORED, N)
+    _leave(ticket, parts, DIM // WIDTH)
+    m = gl.convert_layout(m, gl.SliceLayout(0, scanned))
+    slot = count * 0
+    for first in range(0, count, N):
+        # After this barrier the factors and the buffer behind the awaited one are free.
+        async_copy.wait_group(1)
+        thread_barrier()
+        ahead = gl.where(slot == 0, 2, slot - 1)
+        _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
+              first + 2 * N, count, columns, STORED, WIDTH, DIM, N)  # fmt: skip
+        # A running maximum is exact in any order, so all N factors are computed at once.
+        running = gl.associative_scan(before, 0, _larger)
+        running = gl.maximum(running, gl.expand_dims(m, 0) + gl.zeros_like(running))
+        shift = finite(gl.maximum(running, maxima))
+        factors.index(0).store(gl.exp2(running - shift))
+        factors.index(1).store(gl.exp2(maxima - shift))
+        m = gl.maximum(m, gl.max(maxima, 0))
+        maxima, before = _maxima(block_m, first + N, count, STORED, N)
+        thread_barrier()
+        # Past the last block the left factor is 1 and the summand is 0.
+        for i in range(0, gl.minimum(count - first, N), STEP):
+            lanes, acc = _fold_some(
+                lanes, acc, lanes_of, acc_of, left_of, right_of, i, slot * N + i, STEP
+            )
+        slot = gl.where(slot == 2, 0, slot + 1)
+    async_copy.wait_group(0)
+    return gl.convert_layout(m, rows), lanes, acc
 
 
 @gluon.jit
@@ -186,8 +520,8 @@ def attention_decode_kernel(
     context_len, tables, shared_keys, sum_m, sum_lanes, sum_acc, window, factor, num_blocks, slots,
     whole, divided, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot,
     stride_oh, stride_lse, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr,
-    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, FOLDED: gl.constexpr,
-    BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SHARED: gl.constexpr, WHOLE: gl.constexpr,
+    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
+    WINDOWED: gl.constexpr, SHARED: gl.constexpr, WHOLE: gl.constexpr,
     SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr, FLOATS: gl.constexpr,
     SETTLED: gl.constexpr,
 ):  # fmt: skip
@@ -209,7 +543,6 @@ def attention_decode_kernel(
     rows: gl.constexpr = gl.SliceLayout(1, S)
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
     lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
-    PARTS: gl.constexpr = parts_of(DIM)
     ring = row_buffers(K.dtype.element_ty, RING, KEYS, DIM)
     number, part, parts = place_of(whole, divided, WHOLE, SPLIT)
     alone = gl.program_id(0) < whole
@@ -252,7 +585,7 @@ def attention_decode_kernel(
         gdc_launch_dependents()
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(buffer_at(ring, j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM, DIM)
+        copy_keys(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
@@ -265,13 +598,9 @@ def attention_decode_kernel(
     position = past + row // GROUP
     head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
     m, lanes, acc = first_sums(
-        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, PARTS[0][1], DIM, KV_HEADS,
-        GROUP, SHARED and WHOLE, lane_layout, S,
+        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, DIM, DIM, KV_HEADS, GROUP,
+        SHARED and WHOLE, lane_layout, S,
     )  # fmt: skip
-    # Only heads of one part, of 64 or 128 columns, read keys once that sequences share.
-    acc = (acc,)
-    for j in gl.static_range(1, len(PARTS)):
-        acc = acc + (gl.full([ROWS, PARTS[j][1]], 0.0, gl.float32, S),)
     lane_m = gl.convert_layout(m, lane_rows)
     first_slot = (number - whole).to(gl.int64) * slots
     for i in range(count):
@@ -280,30 +609,30 @@ def attention_decode_kernel(
         async_copy.wait_group(RING - 2)
         thread_barrier()
         if RING % 2 == 1:
-            copy_keys(buffer_at(ring, (2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
+            copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
+                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
         else:
-            copy_keys(buffer_at(ring, (2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
+            copy_keys(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
+                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
             fill += KEYS
             entries = coming
             coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
         block_max, p, part_lanes = _probabilities(
-            q, buffer_at(ring, 2 * i % RING), position, start, window, factor, S, lane_layout
+            q, ring.index(2 * i % RING), position, start, window, factor, S, lane_layout
         )
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
         thread_barrier()
         if RING % 2 == 1:
-            copy_keys(buffer_at(ring, (2 * i + RING) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
+            copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
+                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
             fill += KEYS
             entries = coming
             coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
         else:
-            copy_keys(buffer_at(ring, (2 * i + RING) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, HEAD_DIM, DIM)  # fmt: skip
-        product = block_product(rounded, buffer_at(ring, (2 * i + 1) % RING), S)
+            copy_keys(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
+                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
+        product = block_product(rounded, ring.index((2 * i + 1) % RING), S)
         if WHOLE and (not SPLIT or alone):
             m, lane_m, lanes, acc = fold_block(
                 m, lane_m, lanes, acc, block_max, part_lanes, product
@@ -311,32 +640,32 @@ def attention_decode_kernel(
         else:
             write_block(
                 block_m, block_lanes, block_acc, first_slot + (start - low) // KEYS, block_max,
-                part_lanes, product, ROWS, STORED, DIM, FOLDED,
+                part_lanes, product, ROWS, STORED, DIM,
             )  # fmt: skip
     async_copy.wait_group(0)
     if WHOLE and (not SPLIT or alone):
-        _write_results(
+        write_rows(
             OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, GROUP, HEAD_DIM, DIM,
+            stride_lse, HEAD_DIM, GROUP, stored_layout(DIM), LANES,
         )  # fmt: skip
     else:
         # A program stores its blocks before it counts itself.
         thread_barrier()
         ticket = tickets + number - whole
         if all_written(ticket, part, parts, SLICES):
-            WIDTH: gl.constexpr = FOLDED // SLICES
+            WIDTH: gl.constexpr = DIM // SLICES
             # Every slice folds the lanes too, and writes the same lse.
             column = part * WIDTH if SLICES > 1 else 0
             place = first_slot * STORED
             all_m, all_lanes, all_acc = first_sums(
                 sum_m, sum_lanes, sum_acc, head_row, first_row, column, folded, STORED, WIDTH,
-                FOLDED, KV_HEADS, GROUP, SHARED, folded_layout(STORED, WIDTH, True),
+                DIM, KV_HEADS, GROUP, SHARED, folded_layout(STORED, WIDTH, True),
                 folded_layout(STORED, WIDTH, False),
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
                 ticket, parts, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
-                block_acc + place * FOLDED + column, tile_count, HEAD_DIM - column, STORED, WIDTH,
-                FOLDED, FLOATS,
+                block_acc + place * DIM + column, tile_count, HEAD_DIM - column, STORED, WIDTH, DIM,
+                FLOATS,
             )  # fmt: skip
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
@@ -352,7 +681,7 @@ def attention_decode_fwd(
 
     `plan.slices` programs of a tile, a power of two up to D / 8 and to every tile's programs, fold
     D / slices columns each; the driver refuses more than one if the launch does not fit the device
-    at once. `sums` are those of the keys that `decode_prefix` has read, None where it was not
+    at once. `sums` are those of the keys that `shared_keys` has read, None where it was not
     called.
     """
     plan, lse, tiles, tables = call.plan, call.lse, call.tiles, call.tables
@@ -372,7 +701,7 @@ def attention_decode_fwd(
         tables.block_table, *shared, call.reach, call.factor, tables.block_table.shape[1],
         plan.most_blocks, cut.whole, divided, *call.operand_strides, *call.result_strides,
         KV_HEADS=call.kv_heads, GROUP=call.group, STORED=plan.stored, KEYS=plan.keys,
-        HEAD_DIM=call.head_dim, DIM=plan.columns, FOLDED=plan.columns, BLOCK=call.block_size,
+        HEAD_DIM=call.head_dim, DIM=plan.columns, BLOCK=call.block_size,
         WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0, SPLIT=divided > 0,
         RING=schedule.ring, SLICES=plan.slices, FLOATS=floats_for(schedule.resident),
         SETTLED=call.layout.settled, num_warps=WARPS.value,

@@ -1,5 +1,6 @@
-"""What the sm_90 kernels of attention share: the halving tree, barriers, descriptors, and writing
-out a tile of the forward pass."""
+"""What the sm_90 kernels of attention share: the halving tree, barriers, copies, scores, and
+writing out a tile of the forward pass. A head is held as 64, 128 or 256 columns, with zeros past D.
+"""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
-from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
+from rl_consistency.kernels.core.launch import gluon_descriptor
 
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -70,6 +72,53 @@ def signal(barrier):
 def barriers(N: gl.constexpr):
     """N barriers in shared memory."""
     return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """COUNT buffers [ROWS, COLUMNS] in shared memory."""
+    return gl.allocate_shared_memory(
+        dtype, [COUNT, ROWS, COLUMNS],
+        gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype),
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy_rows(desc, row, head, column, full, buf, HEADS: gl.constexpr):
+    """Start to copy the rows of some tokens from `row` on, HEADS heads from `head` on, into a
+    buffer [rows, columns]."""
+    rows: gl.constexpr = buf.shape[0]
+    to = buf.reshape([rows // HEADS, HEADS, buf.shape[1]])
+    tma.async_copy_global_to_shared(desc, [row, head, column], full, to)
+
+
+@gluon.jit
+def copy_masked_rows(
+    base, buffer, first_column, first, limit, stride_t, stride_h, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Start to copy rows first .. of a sequence, GROUP to a token, into a buffer [rows, width];
+    zeros from row `limit` and column HEAD_DIM on."""
+    width: gl.constexpr = buffer.shape[1]
+    # At least as many rows as the layout has.
+    chunk: gl.constexpr = 64 if width == 16 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    column = first_column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    for c in gl.static_range(buffer.shape[0] // chunk):
+        row = first + c * chunk + within
+        at = (row // GROUP).to(gl.int64) * stride_t + row % GROUP * stride_h
+        pointer = base + gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
+        mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(column < HEAD_DIM, 0)
+        to = buffer.slice(c * chunk, chunk, 0)
+        async_copy.async_copy_global_to_shared(to, pointer, mask=mask)
+
+
+@gluon.jit
+def start_scores(own, rows, S: gl.constexpr):
+    """Start the product own rows^T."""
+    scores = gl.full([own.shape[0], rows.shape[0]], 0.0, gl.float32, S)
+    return warpgroup_mma(own, rows.permute([1, 0]), scores, use_acc=False, is_async=True)
 
 
 @gluon.constexpr_function

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.core import remembered_launch
+from rl_consistency.kernels.core import launch as launches
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.parity.digest import first_difference
 
@@ -36,7 +36,7 @@ def test_the_first_launch_of_a_thread_takes_descriptors():
 
 def test_a_launch_that_asks_for_no_context_fails_the_same_check(monkeypatch):
     _, arguments = operands()
-    monkeypatch.setattr(remembered_launch, "enter_context", lambda device: None)
+    monkeypatch.setattr(launches, "enter_context", lambda device: None)
     no_context = pytest.raises(RuntimeError, match="invalid device context")
     with ThreadPoolExecutor(1) as thread, no_context:
         thread.submit(folded, *arguments).result()

@@ -79,29 +79,6 @@ def test_a_batch_without_a_token_to_train_on_has_a_gradient_of_zero(directory, t
     assert logged(trainer, "grad_norm") == [0.0, 0.0] and attachment.drift is None
 
 
-def test_trl_s_own_sampling_metrics_read_zero_and_one(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path)
-    attach(trainer, sampling_metrics=True)
-    trainer.train()
-    assert logged(trainer, "sampling/sampling_logp_difference/max") == [0.0, 0.0]
-    for name in ("min", "mean", "max"):
-        assert logged(trainer, f"sampling/importance_sampling_ratio/{name}") == [1.0, 1.0]
-
-
-def test_chat_templates_stay_trl_s(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path)
-    trainer.processing_class.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
-    )
-    trainer.reward_funcs = [lambda completions, **_: [len(c[0]["content"]) for c in completions]]
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+1=", "2+2=")] * 4
-    trainer.train_dataset = type(trainer.train_dataset).from_list(rows)
-    with attach(trainer) as attachment:
-        trainer.train()
-        assert attachment.drift.passed
-    assert "<user>" in trainer.processing_class.decode(trainer._buffered_inputs[0]["prompt_ids"][0])
-
-
 def test_the_scores_are_those_of_trl_within_rounding(directory, tmp_path, attach):
     trainer = grpo(directory, tmp_path, temperature=0.7)
     ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -138,20 +115,6 @@ def test_detach_gives_back_what_was_found(directory, tmp_path, attach):
     assert [[p.requires_grad for p in model.parameters()] for model in models] == learns
     trainer.train()
     assert not logged(trainer, "consistency/tokens") and logged(trainer, "loss")
-
-
-def test_a_trainer_whose_step_failed_is_detachable(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path)
-
-    def fails(completions, **columns):
-        raise ZeroDivisionError("a reward's own fault")
-
-    trainer.reward_funcs = [fails]
-    attachment = attach(trainer)
-    with pytest.raises(ZeroDivisionError, match="a reward's own fault"):
-        trainer.train()
-    attachment.detach()
-    assert not any(isinstance(module, CanonicalModule) for module in trainer.model.modules())
 
 
 def test_evaluation_leaves_the_rollout_that_is_trained_on(directory, tmp_path, attach):
@@ -245,21 +208,3 @@ def test_tokens_that_no_rollout_sampled_are_counted(directory, tmp_path, monkeyp
     trainer.train()
     assert all(count > 0 for count in logged(trainer, "consistency/uncompared_tokens"))
     assert len(logged(trainer, "consistency/uncompared_tokens")) == 2
-
-
-def test_a_maximum_is_that_of_all_micro_batches_and_steps(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, max_steps=4, steps_per_generation=4, logging_steps=4)
-    attach(trainer)
-    seen = []
-    drift = trainer.vllm_generation._drift
-    end_step = drift.on_step_end
-
-    def recorded(*args, **more):
-        end_step(*args, **more)
-        if report := drift._monitor._since["off_policy"].report:
-            seen.append(report.max_abs_diff)
-
-    drift.on_step_end = recorded
-    trainer.train()
-    assert len(seen) == 3 and seen == sorted(seen)
-    assert logged(trainer, "off_policy/logprob_abs_diff/max") == [seen[-1]]

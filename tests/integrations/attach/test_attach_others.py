@@ -11,7 +11,6 @@ import torch
 from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
-from rl_consistency.integrations.label_answer import LabelAnswer
 from rl_consistency.models.modules import CanonicalModule
 from tests.integrations.trainers import grpo, loaded, logged, plain, sft
 
@@ -180,17 +179,6 @@ def test_a_trainer_whose_step_failed_is_detachable(build, directory, tmp_path, a
     assert not any(isinstance(module, CanonicalModule) for module in trainer.model.modules())
     trainer.train()
     assert trainer.state.global_step == 2
-
-
-def test_detach_gives_sft_and_the_plain_trainer_back(directory, tmp_path, attach):
-    for build in (sft, plain):
-        trainer = build(directory, tmp_path)
-        found, own = dict(vars(trainer)), dict(vars(trainer.model))
-        attachment = attach(trainer)
-        assert isinstance(trainer.model.answer, LabelAnswer)
-        attachment.detach()
-        assert vars(trainer) == found and vars(trainer.model).keys() == own.keys()
-        assert vars(trainer.model).get("forward") is own.get("forward")
 
 
 def test_labels_that_stock_scores_from_a_row_of_another_are_refused(directory, tmp_path, attach):

@@ -87,6 +87,7 @@ def drifting(world, directory, folder):
     return found | {"told": [str(w.message) for w in caught if "process" in str(w.message)]}
 
 
+@pytest.mark.thorough
 def test_each_process_localizes_its_own_first_mismatch(run_ranks, directory, tmp_path):
     ranks = run_ranks(2, drifting, directory, tmp_path)
     for rank, found in enumerate(ranks):

@@ -93,6 +93,7 @@ def in_all_ways(world, directory, folder):
     return found
 
 
+@pytest.mark.thorough
 def test_checks_pass_and_leave_the_weights_alone_under_ddp_and_zero(run_ranks, directory, tmp_path):
     """Controls: a fault of one rank stops both, and hooks of DeepSpeed that stay on are seen."""
     for rank, found in enumerate(run_ranks(2, in_all_ways, directory, tmp_path)):

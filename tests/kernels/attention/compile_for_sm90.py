@@ -20,7 +20,7 @@ from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SharedRun
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST, Cut
-from rl_consistency.kernels.core.remembered_launch import Remembered
+from rl_consistency.kernels.core.launch import Remembered
 
 SHARED = 227 << 10
 ANSWERS = {

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper import backward_copies as copies
-from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
+from rl_consistency.kernels.attention.hopper import backward as copies
+from rl_consistency.kernels.attention.hopper.backward import backward_programs
 from rl_consistency.kernels.attention.layout import PackedSequences
 
 KEYS, QUERIES = copies.KEYS.value, copies.QUERIES.value

@@ -4,15 +4,14 @@ Its bytes are compared in tests/gpu."""
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper.backward_copies import (
+from rl_consistency.kernels.attention.hopper.backward import (
     QUERIES,
     ROW,
     chain_layout,
     empty_chains,
 )
-from rl_consistency.kernels.attention.hopper.head_parts import parts_of
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import chain_bytes, padded
+from rl_consistency.kernels.attention.schedules import chain_bytes
 
 
 def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence():
@@ -21,27 +20,15 @@ def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence()
     assert chain_bytes(PackedSequences.of([], []), 4, 64) == 0
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("lens", [[1], [129, 0, 1], [128, 64]])
 def test_boxes_of_the_chains_are_a_tile_and_all_tiles_fit(dim, lens):
     layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
-    chains, descriptors = empty_chains(layout, 2, dim, torch.device("cpu"))
+    chains, descriptor = empty_chains(layout, 2, dim, torch.device("cpu"))
     assert len(chains) % (QUERIES.value * dim // ROW.value) == 0 and chains.is_contiguous()
-    for (_, columns), descriptor in zip(parts_of(dim), descriptors, strict=True):
-        assert descriptor.block_shape == [QUERIES.value * columns // ROW.value, ROW.value]
-        assert descriptor.shape == list(chains.shape)
+    assert descriptor.block_shape == [QUERIES.value * dim // ROW.value, ROW.value]
+    assert descriptor.shape == list(chains.shape)
     assert chains.numel() * 4 == (chain_bytes(layout, 2, dim) or 4 * QUERIES.value * dim)
-
-
-@pytest.mark.parametrize("head_dim", [48, 64, 65, 80, 81, 96, 97, 128])
-def test_parts_hold_all_columns_of_a_head_and_buffers_can_have_as_many(head_dim):
-    dim, end = padded(head_dim), 0
-    for first, columns in parts_of(dim):
-        assert first == end and columns.bit_count() == 1
-        # Rows of a box of the chains.
-        assert QUERIES.value * first % ROW.value == QUERIES.value * columns % ROW.value == 0
-        end += columns
-    assert head_dim <= dim == end
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper.backward_programs import backward_programs
+from rl_consistency.kernels.attention.hopper.backward import backward_programs
 from rl_consistency.kernels.attention.layout import PackedSequences
 
 CPU = torch.device("cpu")

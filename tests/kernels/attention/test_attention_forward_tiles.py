@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper.forward_tiles import ROUND, Deal
+from rl_consistency.kernels.attention.hopper.forward import ROUND, Deal
 from rl_consistency.kernels.attention.layout import PackedSequences
 
 CPU = torch.device("cpu")

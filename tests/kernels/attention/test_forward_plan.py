@@ -9,8 +9,7 @@ import torch
 from rl_consistency.kernels.attention import forward_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper.decode import REGISTERS
-from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
+from rl_consistency.kernels.attention.hopper.decode import REGISTERS, shared_bytes
 from rl_consistency.kernels.attention.layout import (
     AlikeSequences,
     PackedSequences,

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
 from rl_consistency.kernels.core import findings as findings_module
-from rl_consistency.kernels.core import remembered_launch
+from rl_consistency.kernels.core import launch as launches
 from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.compile_ahead import (
     compile_ahead,
@@ -25,7 +25,7 @@ from rl_consistency.kernels.core.compile_ahead import (
     use_workers,
 )
 from rl_consistency.kernels.core.findings import Findings, Winner
-from rl_consistency.kernels.core.remembered_launch import launch_key, remembered
+from rl_consistency.kernels.core.launch import launch_key, remembered
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.cublaslt import Key
 
@@ -75,8 +75,8 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=launcher))
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
-    monkeypatch.setattr(remembered_launch, "_thread", remembered_launch._Thread())
-    monkeypatch.setattr(remembered_launch, "enter_context", lambda device: None)
+    monkeypatch.setattr(launches, "_thread", launches._Thread())
+    monkeypatch.setattr(launches, "enter_context", lambda device: None)
     run = lambda kernel, *args, **options: found.run(kernel, *args, **options)  # noqa: E731
     monkeypatch.setattr(JITFunction, "run", run)
     return found

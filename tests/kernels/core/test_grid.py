@@ -1,6 +1,6 @@
 import triton
 
-from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+from rl_consistency.kernels.core.launch import cdiv, next_power_of_2
 
 
 def test_a_quotient_is_rounded_up_as_triton_does():

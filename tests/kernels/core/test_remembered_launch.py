@@ -8,9 +8,8 @@ import pytest
 import torch
 from triton import knobs
 
-from rl_consistency.kernels.core import remembered_launch
-from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor, tile_descriptor
+from rl_consistency.kernels.core import launch as launches
+from rl_consistency.kernels.core.launch import gluon_descriptor, remembered, tile_descriptor
 
 
 class Compiled:
@@ -49,13 +48,13 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(remembered_launch, "JITFunction", Kernel)
+    monkeypatch.setattr(launches, "JITFunction", Kernel)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False
     )
-    monkeypatch.setattr(remembered_launch, "_thread", remembered_launch._Thread())
-    monkeypatch.setattr(remembered_launch, "enter_context", lambda device: None)
+    monkeypatch.setattr(launches, "_thread", launches._Thread())
+    monkeypatch.setattr(launches, "enter_context", lambda device: None)
     return Kernel()
 
 
@@ -145,7 +144,7 @@ def test_another_device_is_specialised_anew(kernel, monkeypatch):
 def test_every_thread_enters_the_context_of_every_device_once(kernel, monkeypatch):
     entered, launch = [], remembered(kernel)
     monkeypatch.setattr(
-        remembered_launch, "enter_context", lambda device: entered.append((get_ident(), device))
+        launches, "enter_context", lambda device: entered.append((get_ident(), device))
     )
 
     def launched():
@@ -161,9 +160,7 @@ def test_every_thread_enters_the_context_of_every_device_once(kernel, monkeypatc
 
 
 def test_a_key_that_looks_at_sizes_alone_fails_the_same_check(kernel, monkeypatch):
-    monkeypatch.setattr(
-        remembered_launch, "launch_key", lambda device, arguments, *_: arguments[2:]
-    )
+    monkeypatch.setattr(launches, "launch_key", lambda device, arguments, *_: arguments[2:])
     launch = remembered(kernel)
     launch[(7,)](tensor(), None, 5, BLOCK=32)
     launch[(7,)](tensor(16), None, 5, BLOCK=32)
@@ -171,7 +168,7 @@ def test_a_key_that_looks_at_sizes_alone_fails_the_same_check(kernel, monkeypatc
 
 
 def test_what_is_remembered_stays_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(remembered_launch, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(launches, "MOST_REMEMBERED", 3)
     launch = remembered(kernel)
     for count in range(10):
         launch[(7,)](tensor(), None, count, BLOCK=32)

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor, tile_descriptor
+from rl_consistency.kernels.core.launch import gluon_descriptor, tile_descriptor
 
 FIELDS = ("shape", "strides", "block_shape", "padding")
 

@@ -158,8 +158,8 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
             dy, routed, weights, gate_up, down, packed, "silu"
         )
         folds = [torch.empty(w.shape) for w in (gate_up, down)]
-        cuda.fold_gate_up(folds[0], dpacked, x, routed, True)
-        cuda.fold_down(folds[1], dy, weighted, routed, True)
+        cuda.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=True)
+        cuda.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=True)
         return [y, dx, dweights, *folds]
 
     by_library = results()

@@ -199,8 +199,8 @@ def test_the_whole_op_matches_a_cpu(dtype, skew):
         wide = torch.float64 if device is cuda and dtype == torch.float32 else torch.float32
         folds = [torch.full(w.shape, torch.nan, dtype=wide) for w in (gate_up, down)]
         for fresh in (True, False):
-            device.fold_gate_up(folds[0], dpacked, x, routed, fresh)
-            device.fold_down(folds[1], dy, weighted, routed, fresh)
+            device.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=fresh)
+            device.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=fresh)
         return [y, dx, dweights, *folds]
 
     for ours, expected in zip(results(cuda), results(cpu), strict=True):
@@ -217,8 +217,8 @@ def test_operands_of_any_strides_give_the_same_bytes():
             dy, routed, weights, gate_up, down, packed, "silu"
         )
         folds = [torch.empty(w.shape) for w in (gate_up, down)]
-        cuda.fold_gate_up(folds[0], dpacked, x, routed, True)
-        cuda.fold_down(folds[1], dy, weighted, routed, True)
+        cuda.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=True)
+        cuda.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=True)
         return [y, dx, dweights, *folds]
 
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (*given, dy)]
@@ -240,12 +240,12 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
     by_rows, of_pairs = probe((ROWS, HIDDEN), dtype), probe((len(routed.rows), WIDTH), dtype, 1)
     own = torch.full((len(pairs), WIDTH), torch.nan, dtype=dtype)
     own[: len(routed.rows)] = by_pair(of_pairs, routed, pairs, first)
-    operands = (by_rows[routed.rows], of_pairs), (by_rows, own)
+    operands = (by_rows, of_pairs), (by_rows, own)
     if not dy_by_row:
         operands = tuple(both[::-1] for both in operands)
     shape = (EXPERTS, *(both.shape[1] for both in operands[0]))
     expected = torch.zeros(shape)
-    cpu.fold_runs(expected, *operands[0], routed, True)
+    cpu.fold(expected, *operands[0], routed, dy_by_row=dy_by_row, fresh=True)
     for schedule in fold_candidates(dtype, tma=False):
         wide = torch.float64 if dtype == torch.float32 else torch.float32
         buffer = torch.full(shape, torch.nan, dtype=wide)
@@ -344,6 +344,6 @@ def test_no_rows_and_no_sequences():
         assert dx.shape == (rows, HIDDEN) and dweights.shape == (rows, TOP_K)
         assert not (rows and (dx.any() or dweights.any()))
         g = torch.full(gate_up.shape, torch.nan)
-        cuda.fold_gate_up(g, dpacked, x[:rows], routed, True)
+        cuda.fold(g, dpacked, x[:rows], routed, dy_by_row=False, fresh=True)
         assert same_bytes(g, torch.zeros(gate_up.shape))
-        cuda.fold_down(torch.empty(down.shape), x[:rows], weighted, routed, True)
+        cuda.fold(torch.empty(down.shape), x[:rows], weighted, routed, dy_by_row=True, fresh=True)

@@ -10,7 +10,7 @@ import torch
 from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.schedules import plan_forward
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import rollout_bounds
 from rl_consistency.rollout.device.rollout_bounds import (

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -84,15 +83,6 @@ def test_a_tracker_set_logs_to_all_and_closes_all_even_if_one_fails():
         trackers.log(1, STEP)
     assert [tracker.seen for tracker in (a, b, c)] == [[(1, STEP)]] * 3
     assert [tracker.closed for tracker in (a, b, c)] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
-def test_trackers_learn_whether_the_run_failed(error):
-    recorder = Recorder()
-    with pytest.raises(error) if error else nullcontext(), TrackerSet([recorder]):
-        if error is not None:
-            raise error
-    assert recorder.closed == 1 and recorder.failed == (error is not None)
 
 
 @pytest.mark.parametrize(("failed", "status"), [(False, 0), (True, 1)])
@@ -277,14 +267,3 @@ def test_wandb_has_every_metric_and_the_value_that_stands_for_the_run(tmp_path):
     }
     assert shown["consistency/mismatched_tokens"] == {"max": 3}
     assert shown["reward/toy"] == {"last": 1.0}
-
-
-def test_wandb_offline_needs_no_key(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is an optional extra")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    tracker = WandbTracker("project", directory=tmp_path / "out", name="n", config={"seed": 1})
-    tracker.log(1, STEP | {"consistency/gradient_digest": "ab"})
-    tracker.close()
-    files = [name for _, _, names in os.walk(tmp_path / "out") for name in names]
-    assert any(name.endswith(".wandb") for name in files)

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper import backward_programs
+from rl_consistency.kernels.attention.hopper import backward
 from rl_consistency.kernels.attention.layout import (
     CapturedPagedAttention,
     PackedSequences,
@@ -156,7 +156,7 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
 def programs(request, monkeypatch):
     """For how many heads the programs of the backward pass are."""
     monkeypatch.setattr(
-        backward_programs,
+        backward,
         "_heads_of_a_program",
         lambda layout, kv, group, *_: min(request.param, group),
     )

@@ -1,23 +1,69 @@
-"""Launches of a Triton kernel that remember what was compiled for the same arguments.
+"""Launches of Triton kernels at little cost for the host: sizes, descriptors, what was compiled.
 
-Triton works out the specialisation of every argument at each launch, which takes the host longer
-than the launch itself. A training step launches its kernels some hundred times with the same
-sizes, so a key of exact values is enough and asks for no knowledge of Triton's rules. Numbers that
-a kernel does not specialise (`do_not_specialize`) may differ within one type.
+A training step makes hundreds of launches. Triton's `cdiv` and `next_power_of_2` serve kernels too,
+which costs two microseconds a call. Its checks of a descriptor, and its specialisation of every
+argument at each launch, take longer than the launch itself. Here a descriptor is made unchecked:
+callers have asked `device.takes_descriptors` or its like. A launch is remembered by a key of exact
+values, which asks for no knowledge of Triton's rules; numbers that a kernel does not specialise
+(`do_not_specialize`) may differ within one type.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime.jit import JITFunction
+from triton.tools import tensor_descriptor
 
-from rl_consistency.kernels.core.tile_descriptor import DESCRIPTORS
+
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up; y is positive."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; n is not negative."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+DESCRIPTORS = (tensor_descriptor.TensorDescriptor, hopper.TensorDescriptor)
+
+
+def tile_descriptor(
+    x: Tensor,
+    box: Sequence[int],
+    *,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Any:
+    """A descriptor of x for Triton, which copies one `box` (powers of two) at a time.
+
+    `shape` and `strides`, in elements, say how x is seen; None takes those of x. The start of x and
+    all strides but the last, which is 1, are multiples of 16 bytes.
+    """
+    made = object.__new__(tensor_descriptor.TensorDescriptor)
+    made.base, made.block_shape = x, list(box)
+    made.shape = list(x.shape if shape is None else shape)
+    made.strides = list(x.stride() if strides is None else strides)
+    return made
+
+
+def gluon_descriptor(
+    x: Tensor, box: Sequence[int], shape: Sequence[int], strides: Sequence[int], layout: Any
+) -> Any:
+    """A descriptor of x for Gluon; `layout` is the shared layout of a box."""
+    made = object.__new__(hopper.TensorDescriptor)
+    made.base, made.block_shape, made.layout = x, list(box), layout
+    made.shape, made.strides = list(shape), list(strides)
+    return made
+
 
 ALIGNMENT = 256
 """Bytes. Addresses that differ in this respect share no compiled kernel; Triton asks for 16."""

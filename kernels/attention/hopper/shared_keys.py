@@ -18,23 +18,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.attention.hopper.decode import (
     REGISTERS,
-    block_product,
-    block_scores,
-    exponentials,
-    load_queries,
-)
-from rl_consistency.kernels.attention.hopper.decode_copies import copy_keys, entries_of
-from rl_consistency.kernels.attention.hopper.decode_fold import (
     WRITTEN_FLOATS,
     all_written,
+    block_product,
+    block_scores,
+    copy_keys,
+    entries_of,
+    exponentials,
     first_sums,
     fold_block,
     fold_written,
     folded_layout,
+    load_queries,
+    row_buffers,
     write_block,
     write_sums,
 )
-from rl_consistency.kernels.attention.hopper.head_parts import buffer_at, row_buffers
 from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, WARPS, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, key_block
 from rl_consistency.kernels.attention.tiles_triton import ForwardCall
@@ -90,7 +89,7 @@ def attention_prefix_kernel(
     coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(buffer_at(ring, j), base, entries, fill, end, end, stride, BLOCK, DIM, DIM)
+        copy_keys(ring.index(j), base, entries, fill, end, end, stride, BLOCK, DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
@@ -105,30 +104,29 @@ def attention_prefix_kernel(
         sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM, KV_HEADS,
         GROUP, False, lane_layout, S,
     )  # fmt: skip
-    acc = (acc,)
     lane_m = gl.convert_layout(m, lane_rows)
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(gl.maximum(gl.cdiv(end - begin, KEYS), 0)):
         # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        copy_keys(buffer_at(ring, (2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
-                  stride_kt, BLOCK, DIM, DIM)  # fmt: skip
-        scores = block_scores(q, buffer_at(ring, 2 * i % RING), S)
+        copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
+                  stride_kt, BLOCK, DIM)  # fmt: skip
+        scores = block_scores(q, ring.index(2 * i % RING), S)
         block_max, p, part = exponentials(scores, factor, ROWS, ACROSS, lane_layout)
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        copy_keys(buffer_at(ring, (2 * i + RING) % RING), v_base, entries, fill, end, end,
-                  stride_vt, BLOCK, DIM, DIM)  # fmt: skip
+        copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, end,
+                  stride_vt, BLOCK, DIM)  # fmt: skip
         fill += KEYS
         entries = coming
         coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
-        product = block_product(rounded, buffer_at(ring, (2 * i + 1) % RING), S)
+        product = block_product(rounded, ring.index((2 * i + 1) % RING), S)
         if SPLIT:
             write_block(
                 block_m, block_lanes, block_acc, first_slot + begin // KEYS + i, block_max, part,
-                product, ROWS, ROWS, DIM, DIM,
+                product, ROWS, ROWS, DIM,
             )  # fmt: skip
         else:
             m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
@@ -155,7 +153,7 @@ def attention_prefix_kernel(
             )  # fmt: skip
     else:
         write_sums(
-            sum_m, sum_lanes, sum_acc, m, lanes, acc[0], head_row, first_row, end_row, ROWS, DIM,
+            sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end_row, ROWS, DIM,
             KV_HEADS, GROUP,
         )  # fmt: skip
 
