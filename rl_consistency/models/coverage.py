@@ -17,6 +17,7 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.models import families
 from rl_consistency.models.inventory import ACTIVATIONS, faults
 from rl_consistency.numerics.orders import ORDERS
+from rl_consistency.numerics.strict import OPS
 
 
 class Verdict(StrEnum):
@@ -66,19 +67,10 @@ class CoverageTable:
         return "\n".join(lines)
 
 
-TESTS = {
-    op: f"tests/kernels/{op}/test_{op}.py::{test}"
-    for op, test in {
-        "linear": "test_rows_do_not_depend_on_the_batch",
-        "rms_norm": "test_rows_do_not_depend_on_the_batch",
-        "embedding": "test_gradient_does_not_depend_on_the_cut",
-        "rotary": "test_rotation_is_bitwise_per_position",
-        "glu": "test_values_do_not_depend_on_where_they_stand",
-        "attention": "test_decode_and_chunks_equal_prefill",
-        "router": "test_rows_do_not_depend_on_the_batch",
-        "experts": "test_rows_do_not_depend_on_the_batch",
-        "token_logprobs": "test_rows_do_not_depend_on_the_batch",
-    }.items()
+CONTRACT = "tests/kernels/test_contract.py::"
+TESTS = {op: f"{CONTRACT}test_rows_do_not_depend_on_the_batch" for op in OPS} | {
+    "attention": "tests/kernels/attention/test_attention.py::test_decode_and_chunks_equal_prefill",
+    "embedding": f"{CONTRACT}test_gradients_do_not_depend_on_the_cut",
 }
 """Op -> the test that its verdict rests on."""
 
