@@ -19,7 +19,7 @@ from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
 from benchmarks.shapes import draw_models
 from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT
+from rl_consistency.models.layer_graphs import CAPTURED_AT
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs

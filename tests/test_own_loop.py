@@ -6,7 +6,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer, TrainingArguments
 
 from rl_consistency.cases.probe import probe_tokens
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rl_consistency.models.captured.layer_graphs import layers_op_by_op
+from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig

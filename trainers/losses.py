@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.reduction.masked_reduction import masked_sum
+from rl_consistency.kernels.reduction.sums import masked_sum
 from rl_consistency.models.packing import from_host
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from rl_consistency.kernels.reduction.masked_reduction import masked_sum
+from rl_consistency.kernels.reduction.sums import masked_sum
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
 from rl_consistency.trainers.config.recipe import RunConfig

@@ -17,7 +17,7 @@ from rl_consistency.kernels.attention.layout import (
     TilePlan,
 )
 from rl_consistency.kernels.matmul.op import tile_matmul
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 
 GATHER_BYTES = 64 << 20
 """The most bytes of fp32 keys gathered at a time; no bit depends on it."""

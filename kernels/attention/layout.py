@@ -540,44 +540,6 @@ class CapturedPagedAttention(PagedAttention):
         )
 
 
-_NO_SLOTS = torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlikeSequences(PagedAttention):
-    """Paged sequences of equally many queries and keys, for plans alone: there is no table."""
-
-    @classmethod
-    def of(cls, sequences: int, queries: int, past: int, cache: Tensor) -> AlikeSequences:
-        """Sequences with `queries` new tokens behind `past` others; `cache` [blocks, block_size,
-        Hkv, D] is any layer's."""
-        tokens = sequences * queries
-        return cls(
-            query_starts=range(0, tokens, queries),
-            query_lens=[queries] * sequences,
-            context_lens=[past + queries] * sequences,
-            block_tables=(),
-            slot_mapping=_NO_SLOTS,
-            key_cache=(cache,),
-            value_cache=(cache,),
-            block_size=cache.shape[1],
-        )
-
-    def __post_init__(self) -> None:
-        # Thousands of these are made, so nothing is looked at sequence by sequence.
-        keys = self.context_lens[0]
-        for name, value in (
-            ("num_rows", len(self.query_lens) * self.query_lens[0]),
-            ("most_queries", self.query_lens[0]),
-            ("longest_context", keys),
-            ("mean_context", keys),
-        ):
-            object.__setattr__(self, name, value)
-
-    def num_tiles(self, group: int, rows_per_tile: int) -> int:
-        return len(self.query_lens) * cdiv(self.query_lens[0] * group, rows_per_tile)
-
-
 def _check_runs(
     runs: Sequence[SharedRun],
     starts: Sequence[int],

@@ -31,10 +31,10 @@ from rl_consistency.kernels.attention.cpu import attention_cpu_bwd, attention_cp
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import lse_dtype
-from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain, unrecorded
+from rl_consistency.kernels.core.autograd import apply, once_differentiable, unrecorded
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.core.torch_op import kernel_op, plain
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
@@ -225,9 +225,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        q, k, v, out, lse = ctx.saved_tensors
-        call = (grad_outputs[0], q, k, v, out, lse, ctx.layout, ctx.scale, ctx.window)
-        return *_backward(*call), None, None, None
+        do, (q, k, v, out, lse), layout = grad_outputs[0], ctx.saved_tensors, ctx.layout
+        scores = ctx.scale, ctx.window
+        if not q.is_cuda:
+            found = attention_cpu_bwd(do, q, k, v, out, lse, layout, *scores)
+        elif _observed(do, q, k, v):
+            starts, lens = list(layout.query_starts), list(layout.query_lens)
+            found = attention_packed_bwd(do, q, k, v, out, lse, starts, lens, *scores)
+        else:
+            found = attention_bwd(do, q, k, v, out, lse, layout, *scores)
+        return *found, None, None, None
 
 
 def _forward(
@@ -240,26 +247,6 @@ def _forward(
         starts, lens = list(layout.query_starts), list(layout.query_lens)
         return attention_packed_fwd(q, k, v, starts, lens, scale, window)
     return attention_fwd(q, k, v, layout, scale, window)
-
-
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PackedSequences,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); `lse` as `_forward` gave it."""
-    if not q.is_cuda:
-        return attention_cpu_bwd(do, q, k, v, out, lse, layout, scale, window)
-    if _observed(do, q, k, v):
-        starts, lens = list(layout.query_starts), list(layout.query_lens)
-        return attention_packed_bwd(do, q, k, v, out, lse, starts, lens, scale, window)
-    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
 
 
 def _observed(*operands: Tensor) -> bool:

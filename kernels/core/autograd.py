@@ -1,62 +1,23 @@
-"""Autograd functions and kernels, called directly where nothing observes the call.
+"""Autograd functions, called directly where nothing observes the call.
 
-`torch.autograd.Function.apply` and the dispatch of a `torch.library` op each cost the host about
-ten microseconds. A rollout step or a backward pass makes hundreds of such calls and needs neither.
+`torch.autograd.Function.apply` costs the host about ten microseconds. A rollout step or a backward
+pass makes hundreds of such calls and does not need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad, function
+from torch import Tensor
+from torch.autograd import function
 
-PLAIN = frozenset({Tensor, nn.Parameter})
-"""Tensor classes that do not intercept the ops called on them."""
-
-_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
+from rl_consistency.kernels.core.torch_op import observed
 
 _NOTHING = nullcontext()
-
-
-def observed() -> bool:
-    """Whether a compiler, a tracer, autograd, a transform or a mode has to see a call made now.
-
-    Forward-mode differentiation and `torch.func` count too: they raise an error for an op without a
-    rule. `make_fx(..., pre_dispatch=True)` shows as the function mode it sets.
-    """
-    return torch.is_grad_enabled() or watched()
-
-
-def watched() -> bool:
-    """`observed`, by anything but autograd."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
-
-
-def plain(operands: Iterable[Any]) -> bool:
-    """Whether a kernel can read all operands: constants, and tensors of `PLAIN` on a CPU or CUDA.
-
-    A tensor of another class may keep its values elsewhere, and a list may contain such tensors.
-    """
-    for operand in operands:
-        kind = type(operand)
-        if kind in PLAIN:
-            if not (operand.is_cuda or operand.is_cpu):
-                return False
-        elif kind not in _VALUES:
-            return False
-    return True
 
 
 def unrecorded() -> AbstractContextManager[Any]:

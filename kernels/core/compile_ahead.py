@@ -1,41 +1,45 @@
 """Compiling the kernels of several calls side by side: it takes longer than running them.
 
-The calls run once in the calling thread, in a pass that launches nothing: it notes the kernels that
-Triton lacks. Child processes then compile these, each kernel once, and build the C launchers. Both
-go to Triton's cache on disk, where this process and later ones find them. What no child has left
-there, threads compile.
+The calls run once in the calling thread, in a pass that launches nothing: each launch asks Triton
+for its kernel alone (`warmup`), and Triton's asynchronous mode has threads compile what is missing.
+A launch that were no warm-up would wait in that mode for its kernel. Then the C launchers are
+built. Both lie in Triton's cache on disk, where later processes find them.
 
 Triton's front end, which reads a kernel's Python, holds the interpreter's lock. Its passes, LLVM
-and the assembler do not. So in threads the front ends go one after another.
+and the assembler do not.
 
 In such a pass tensors hold whatever was in memory. So nothing may be concluded from them, counted
 or kept: code that does asks `compiles_only`, or is guarded by `require_launches`.
 
-State: the number of processes or threads, and a lock: one thread at a time collects.
+State: the number of threads, and a lock: one thread at a time has Triton changed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from contextvars import copy_context
 from threading import Lock, local
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from triton import knobs
-from triton.runtime import _async_compile, build, cache, driver
-from triton.runtime.jit import JITCallable, JITFunction
+from triton import AsyncCompileMode
+from triton.runtime import build, driver
+from triton.runtime.jit import JITFunction
 
-from rl_consistency.kernels.core.child_processes import finished_in_children
 from rl_consistency.kernels.core.device import INTERPRETED
 from rl_consistency.kernels.core.launch import Remembered, by_type, launch_key
 
 Report = Callable[[int, int], None]
 """Called after each kernel with (kernels compiled, kernels in all)."""
+
+_PARSES_SIDE_BY_SIDE = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12)
+"""Before these versions Python may refuse one of two sources that are parsed at a time
+(gh-106905)."""
 
 _workers = min(len(os.sched_getaffinity(0)), 16)
 _turn = Lock()
@@ -54,8 +58,7 @@ _ours = _Ours()
 
 
 def use_workers(count: int) -> None:
-    """How many children or threads of this process compile from now on; for one that shares its
-    cores."""
+    """How many threads of this process compile from now on; for one that shares its cores."""
     global _workers
     _workers = count
 
@@ -77,186 +80,86 @@ def compile_ahead(calls: Iterable[Callable[[], object]], report: Report | None =
     No kernel of Triton is launched, so what the calls compute is meaningless; torch's own kernels
     and other threads' launch as ever. No value that a kernel would have made may be an index.
     An error of a call passes through. An error of the compiler is raised when all other kernels
-    are compiled, with a note that names its kernel. An interrupt ends the children, and waits for
-    threads that compile.
+    are compiled, with a note of how many failed. An interrupt waits for the threads.
     """
     if INTERPRETED:
         return 0
-    with _turn:
-        collector = _Collector()
-        with collector.collecting():
-            for call in calls:
-                call()
-        _compile(_longest_first(collector.kernels.values()), report)
-    return len(collector.kernels)
+    # In a copy of the context: Triton's mode stays set there after an error.
+    return copy_context().run(_compile, calls, report)
 
 
-class _Kernel:
-    """A kernel that Triton lacks. Triton may keep this in its place, and then asks for `result`."""
-
-    def __init__(
-        self,
-        key: str,
-        function: JITFunction[Any],
-        compiled: Callable[[], Any],
-        finish: Callable[[Any], None],
-    ):
-        self.function = function
-        self._key, self._compiled, self._finish = key, compiled, finish
-        self._made: Any = None
-
-    def on_disk(self) -> bool:
-        """Whether Triton's cache holds it, as far as the names of its files say."""
-        folder: Any = cache.get_cache_manager(hashlib.sha256(self._key.encode()).hexdigest())
-        return folder.has_file(f"{self.function.__name__[:150]}.json")
-
-    def make(self) -> None:
-        """Compile, and build the launcher; any thread or child."""
-        self._made = self._compiled()
-        # Loading it is left to the first launch: launchers share a name, and threads that load them
-        # at the same time may get each other's (Triton 3.6).
-        active: Any = driver.active
-        active.launcher_cls(self._made.src, self._made.metadata)
-
-    def result(self, ignore_errors: bool = False) -> Any:
-        """The compiled kernel, known to Triton from now on; compiles it if no thread has."""
-        if self._made is None:
-            self._made = self._compiled()
-        self._finish(self._made)
-        return self._made
-
-
-class _Collector:
-    """The kernels of a pass. Triton calls `submit` while this is its mode of compiling."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[str, _Kernel] = {}
-        self._function: Any = None
-
-    def submit(
-        self, key: str, compiled: Callable[[], Any], finish: Callable[[Any], None]
-    ) -> _Kernel:
-        """Note a kernel; the hash of `key` is the name of its cache entry on disk."""
-        return self.kernels.setdefault(key, _Kernel(key, self._function, compiled, finish))
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Inside the block note this thread's launches instead of running them."""
-        run, launch = JITFunction.run, Remembered.launch
-        seen: set[tuple[Any, ...]] = set()
-        device = torch.cuda.current_device()
-
-        def noted(kernel: Any, *args: Any, **options: Any) -> Any:
-            # Another thread of the process may run a model meanwhile, and its launches are real.
-            if not compiles_only():
-                return run(kernel, *args, **options)
-            constants = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
-            key = kernel, *launch_key(device, args, by_type(kernel), constants)
-            if key not in seen:  # Triton takes ten times as long to say so
-                seen.add(key)
-                self._function = kernel
-                run(kernel, *args, **(options | {"warmup": True}))
-
-        def unremembered(kernel: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
-            if compiles_only():
-                kernel.kernel[grid](*args, **constants)
-            else:
-                launch(kernel, grid, *args, **constants)
-
-        mode = _async_compile.active_mode.set(self)  # pyright: ignore[reportArgumentType]
-        _ours.collects = True
-        try:
-            with _bound(JITFunction, "run", noted), _bound(Remembered, "launch", unremembered):
-                yield
-        finally:
-            _ours.collects = False
-            _async_compile.active_mode.reset(mode)
-
-
-def _longest_first(kernels: Collection[_Kernel]) -> list[_Kernel]:
-    """The kernels, longer sources first: what begins last should take no time. One kernel of each
-    function comes before all others, since a source says only roughly how long its kernels take."""
-    firsts: dict[Any, _Kernel] = {}
-    for kernel in kernels:
-        firsts.setdefault(kernel.function, kernel)
-    lengths = {function: _source_length(function) for function in firsts}
-    return sorted(kernels, key=lambda k: (firsts[k.function] is not k, -lengths[k.function]))
-
-
-def _source_length(function: JITFunction[Any]) -> int:
-    """Characters of a function and of all that it calls by their names."""
-    met = [function]
-    for caller in met:
-        for name in caller.fn.__code__.co_names:
-            called = caller.fn.__globals__.get(name)
-            if isinstance(called, JITFunction) and called not in met:
-                met.append(called)
-    return sum(len(each.src) for each in met)
-
-
-def _compile(kernels: list[_Kernel], report: Report | None) -> None:
-    """Compile all in children, the rest in threads, and hand them to Triton in this thread."""
-    load, parse, parsing = build._load_module_from_path, JITCallable.parse, Lock()
-
-    def unloaded(name: str, path: str) -> Any:
-        # A module that is only built; what it launches with is never called.
-        return SimpleNamespace(launch=None) if _ours.builds else load(name, path)
-
-    def parsed(function: Any) -> Any:
-        # Before 3.11.8 and 3.12.2 Python may refuse one of two that parse at a time (gh-106905).
-        with parsing:
-            return parse(function)
-
-    if not kernels:
-        return
+def _compile(calls: Iterable[Callable[[], object]], report: Report | None) -> int:
     device = torch.cuda.current_device()
-    left, errors = dict(enumerate(kernels)), []
-    fresh = [number for number, kernel in left.items() if not kernel.on_disk()]
-
-    def make(place: int) -> None:
-        _ours.builds = True
-        kernels[fresh[place]].make()
 
     def begin() -> None:
         torch.cuda.set_device(device)  # a thread starts on the first one
         _ours.builds = True
 
+    workers = _workers if _PARSES_SIDE_BY_SIDE else 1
     with (
-        _bound(build, "_load_module_from_path", unloaded),
-        _bound(JITCallable, "parse", parsed),
+        _turn,
+        _bound(build, "_load_module_from_path", _unloaded(build._load_module_from_path)),
+        ThreadPoolExecutor(workers, initializer=begin) as pool,
     ):
-        # A child takes about as long to start as a kernel takes to read.
-        if min(_workers, len(fresh)) > 1 and not knobs.compilation.always_compile:
-            for place in finished_in_children(make, len(fresh), _workers):
-                left.pop(fresh[place]).result()  # read from the disk
+        with AsyncCompileMode(pool, ignore_errors=True) as mode:
+            with _nothing_launched(device):
+                for call in calls:
+                    call()
+            compiled = mode.raw_futures
+            for done, _ in enumerate(as_completed(compiled), 1):
                 if report is not None:
-                    report(len(kernels) - len(left), len(kernels))
-        if left:
-            errors = _compile_in_threads(left, begin, len(kernels), report)
-    if errors:
-        (name, first), names = errors[0], ", ".join(name for name, _ in errors)
-        first.add_note(f"compiling {name} ahead; {len(errors)} of {len(kernels)} failed: {names}")
-        raise first
+                    report(done, len(compiled))
+        errors = [error for future in compiled if (error := future.exception()) is not None]
+        if errors:
+            errors[0].add_note(f"{len(errors)} of {len(compiled)} kernels did not compile ahead")
+            raise errors[0]
+        active: Any = driver.active
+        for built in [
+            pool.submit(active.launcher_cls, kernel.src, kernel.metadata)
+            for kernel in (future.result() for future in compiled)
+        ]:
+            built.result()
+    return len(compiled)
 
 
-def _compile_in_threads(
-    left: dict[int, _Kernel], begin: Callable[[], None], count: int, report: Report | None
-) -> list[tuple[str, BaseException]]:
-    """The errors of those kernels that do not compile, with their names."""
-    errors: list[tuple[str, BaseException]] = []
-    with ThreadPoolExecutor(min(_workers, len(left)), initializer=begin) as pool:
-        made: dict[Future[None], _Kernel] = {pool.submit(k.make): k for k in left.values()}
-        try:
-            for done, future in enumerate(as_completed(made), count - len(left) + 1):
-                if (error := future.exception()) is not None:
-                    errors.append((made[future].function.__name__, error))
-                else:
-                    made[future].result()
-                if report is not None:
-                    report(done, count)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return errors
+def _unloaded(load: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """A loader of C launchers that loads none in the threads that build them: launchers share a
+    name, and threads that load them at the same time may get each other's (Triton 3.6)."""
+
+    def loaded(name: str, path: str) -> Any:
+        return SimpleNamespace(launch=None) if _ours.builds else load(name, path)
+
+    return loaded
+
+
+@contextmanager
+def _nothing_launched(device: int) -> Iterator[None]:
+    """Inside the block this thread's launches ask for their kernels alone."""
+    run, launch = JITFunction.run, Remembered.launch
+    seen: set[tuple[Any, ...]] = set()
+
+    def warmed(kernel: Any, *args: Any, **options: Any) -> Any:
+        # Another thread of the process may run a model meanwhile, and its launches are real.
+        if not compiles_only():
+            return run(kernel, *args, **options)
+        constants = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
+        key = kernel, *launch_key(device, args, by_type(kernel), constants)
+        if key not in seen:  # Triton takes ten times as long to say so
+            seen.add(key)
+            run(kernel, *args, **(options | {"warmup": True}))
+
+    def unremembered(kernel: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
+        if compiles_only():
+            kernel.kernel[grid](*args, **constants)
+        else:
+            launch(kernel, grid, *args, **constants)
+
+    _ours.collects = True
+    try:
+        with _bound(JITFunction, "run", warmed), _bound(Remembered, "launch", unremembered):
+            yield
+    finally:
+        _ours.collects = False
 
 
 @contextmanager

@@ -1,24 +1,65 @@
 """Launchers as torch.library ops: a compiler sees one opaque call and cannot change its order.
 
-Where nothing observes a call and a kernel can read its operands (`autograd.observed`,
-`autograd.plain`), the launcher is called as a plain Python function.
+The dispatch of such an op costs the host about ten microseconds. Where nothing observes a call and
+a kernel can read its operands, the launcher is called as a plain Python function.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
-
-from rl_consistency.kernels.core.autograd import observed, plain
 
 NAMESPACE = "rl_consistency"
 
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Tensor classes that do not intercept the ops called on them."""
+
+_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
+
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
+
+
+def observed() -> bool:
+    """Whether a compiler, a tracer, autograd, a transform or a mode has to see a call made now.
+
+    Forward-mode differentiation and `torch.func` count too: they raise an error for an op without a
+    rule. `make_fx(..., pre_dispatch=True)` shows as the function mode it sets.
+    """
+    return torch.is_grad_enabled() or watched()
+
+
+def watched() -> bool:
+    """`observed`, by anything but autograd."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def plain(operands: Iterable[Any]) -> bool:
+    """Whether a kernel can read all operands: constants, and tensors of `PLAIN` on a CPU or CUDA.
+
+    A tensor of another class may keep its values elsewhere, and a list may contain such tensors.
+    """
+    for operand in operands:
+        kind = type(operand)
+        if kind in PLAIN:
+            if not (operand.is_cuda or operand.is_cpu):
+                return False
+        elif kind not in _VALUES:
+            return False
+    return True
 
 
 def kernel_op(

@@ -21,7 +21,7 @@ from rl_consistency.kernels.attention.layout import (
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.pointwise.glu import glu, glu_gradients
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 
 
 @dataclass(frozen=True, eq=False)

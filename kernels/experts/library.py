@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_wgmma
-from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS
@@ -67,19 +65,13 @@ def takes(weights: Tensor, layout: str, pairs: int) -> bool:
         return False
     if not settings_in_force() or not _as_certified(weights):
         return False
-    key = key_of(weights, layout, pairs)
-    if compiles_only():
-        return findings_of(device).certifies(key.name)
-    return certified(device, key, pairs)
+    return not compiles_only() and certified(device, key_of(weights, layout, pairs), pairs)
 
 
 def grouped_product(a: Tensor, weights: Tensor, layout: str, first: Tensor) -> Tensor:
     """a [P, K] times the weights of each pair's expert, where `takes` says so; rows past the last
     pair, `first[E]`, hold anything."""
     operands = a, weights, layout, first
-    if compiles_only():
-        with unrecorded():
-            return _own(*operands)
 
     def again(y: Tensor) -> tuple[Tensor, Tensor]:
         past = torch.arange(len(y), device=y.device)[:, None] >= first[-1]

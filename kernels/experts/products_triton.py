@@ -41,10 +41,9 @@ from rl_consistency.kernels.experts.schedules import (
     most_tiles,
     pick_product,
 )
-from rl_consistency.kernels.linear.few_rows_triton import glu_tile
 from rl_consistency.kernels.matmul.product_triton import launch_options
 from rl_consistency.kernels.matmul.schedules import Schedule
-from rl_consistency.kernels.pointwise.glu import ACTIVATIONS
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
 
 MOST_STEPS = 128
 """The largest `block_k` of a schedule by descriptor."""

@@ -41,8 +41,8 @@ from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32, tree_fold
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
 
 ORDER = ReductionOrder(
     id="router",

@@ -22,7 +22,7 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.gradient_fold import columns_triton, outer_triton
 from rl_consistency.kernels.gradient_fold.rows_triton import gradient_fold_rows
 from rl_consistency.kernels.matmul.cublaslt import outer_from_zero
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 
 STEP = 16
 """Tokens in one step of the fold. In the packed layout sequences start on a multiple of it."""

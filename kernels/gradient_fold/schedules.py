@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import hypot, inf
+from math import ceil, hypot, inf
 from typing import Literal
 
 import torch
@@ -82,7 +82,7 @@ class FoldSchedule:
     def tiles(self, n: int, k: int) -> int:
         """Tiles of an [n, k] gradient."""
         tile_n, tile_k = self.tile
-        return cdiv(n, tile_n) * cdiv(k, tile_k)
+        return ceil(n / tile_n) * ceil(k / tile_k)
 
 
 def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:

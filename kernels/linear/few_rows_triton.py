@@ -36,7 +36,7 @@ from rl_consistency.kernels.matmul.product_triton import (
     tile_position,
 )
 from rl_consistency.kernels.matmul.schedules import Schedule
-from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_value
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
 
 
 @remembered
@@ -77,14 +77,6 @@ def qkv_kernel(
         tile, x_ptr, w_ptr, y_ptr, bias_ptr, M, N, K, stride_x, 1, 1, stride_w, N,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HAS_BIAS,
     )  # fmt: skip
-
-
-@triton.jit
-def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The gated activation of both products, rounded to DTYPE first, as separate ops do."""
-    gate = gate.to(DTYPE).to(tl.float32)
-    up = up.to(DTYPE).to(tl.float32)
-    return glu_value(gate, up, ACTIVATION).to(DTYPE)
 
 
 @remembered

@@ -28,15 +28,14 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
-from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.core.findings import Findings, dtype_name, findings_of
 from rl_consistency.kernels.core.launch import next_power_of_2
+from rl_consistency.kernels.core.torch_op import PLAIN
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import pick
 
 LIBRARY_ROWS = 129
 """Rows from which the library computes a product. With fewer, a schedule reads the weight about as
@@ -172,10 +171,10 @@ def product(
         return None
     if bias is not None and (out_dtype != dtype or not bias.is_contiguous()):
         return None
+    if compiles_only():
+        return None  # what comparisons and audits launch is compiled, at the rows of other calls
     n = b.shape[0 if layout == "nt" else 1]
     key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
-    if compiles_only():
-        return _compiled(a, b, bias, layout, out_dtype, key)
     if not certified(device, key, m):
         return None
 
@@ -184,25 +183,6 @@ def product(
         return y[rows], matmul_fwd(a[rows], b, bias, layout, out_dtype)
 
     return audit.sample(key.name, partial(library_product, a, b, bias, layout, out_dtype), again)
-
-
-def _compiled(
-    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype, key: Key
-) -> Tensor | None:
-    """`product` while kernels compile ahead: what comparisons and an audit would launch, and memory
-    in place of the product. Nothing is compared, since nothing is computed."""
-    held, (m, k), n = findings_of(a.device), a.shape, b.shape[0 if layout == "nt" else 1]
-    rows = to_compare(held, key, m)
-    if not held.certifies(key.name) and not (rows and _has_room(a.device, key)):
-        return None
-    # An audit samples half of its rows to all of them, by m.
-    audited = range(min(m, audit.AUDIT_ROWS // 2), min(m, audit.AUDIT_ROWS) + 1)
-    tma = has_tma(a.device)
-    one_each = {pick(c, n, k, a.dtype, layout, tma, out_dtype, a.device): c for c in audited}
-    with unrecorded():
-        for count in sorted({*rows, *one_each.values()}):
-            matmul_fwd(a.new_empty(count, k), b, bias, layout, out_dtype)
-    return a.new_empty(m, n, dtype=out_dtype)
 
 
 def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:

@@ -186,6 +186,14 @@ def glu_value(gate, up, ACTIVATION: tl.constexpr):
     return activate(gate, ACTIVATION) * up
 
 
+@triton.jit
+def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The gated activation of both products, rounded to DTYPE first, as separate ops do."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    return glu_value(gate, up, ACTIVATION).to(DTYPE)
+
+
 @remembered
 @triton.jit
 def _forward_kernel(

@@ -25,7 +25,7 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums, folded_step_sums
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_columns
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd_op, rms_norm_fwd_op
 
 _FORMULA = (

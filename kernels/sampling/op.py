@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.sampling.draw_triton import vocabulary_draw, vocabulary_logprobs
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,

@@ -33,7 +33,7 @@ MOST_NEGATIVE = tl.constexpr(-3.0e38)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSchedule:
+class StatisticsSchedule:
     """One way to walk rows of logits that lie in memory; neutral to the bits."""
 
     rows: int  # of one program
@@ -42,9 +42,9 @@ class RowSchedule:
 
 
 ROW_SCHEDULES = {
-    "1x16": RowSchedule(rows=1, blocks=16, warps=4),
-    "4x4": RowSchedule(rows=4, blocks=4, warps=4),
-    "2x16": RowSchedule(rows=2, blocks=16, warps=8),
+    "1x16": StatisticsSchedule(rows=1, blocks=16, warps=4),
+    "4x4": StatisticsSchedule(rows=4, blocks=4, warps=4),
+    "2x16": StatisticsSchedule(rows=2, blocks=16, warps=8),
 }
 """Name, rows x blocks -> schedule. "1x16" is in use; tests compare the others' bytes with it."""
 COMBINE_ROWS = 4

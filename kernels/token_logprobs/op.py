@@ -27,7 +27,7 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.sampling.op import Distribution, SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.cuda import triton_token_logprobs
 from rl_consistency.kernels.token_logprobs.lm_head import (

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from rl_consistency.cases.case import ROWS, Case, Op, Setting
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
-from rl_consistency.kernels.reduction.masked_reduction import masked_mean
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import gradient_norm, masked_mean, tree_sum
 
 
 def row_reduction_cases(setting: Setting) -> Iterator[Case]:

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_output(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
     if args.picture is not None:
-        from rl_consistency.cli.page.plots import growth_figure
+        from rl_consistency.cli.plots import growth_figure
 
         growth_figure(record["ops"]).savefig(args.picture, format="png", dpi=160)
     return 0 if found.equal or not found.promised else 1

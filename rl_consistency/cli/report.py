@@ -15,8 +15,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from rl_consistency.cli.page import plots
-from rl_consistency.cli.page.plots import series
+from rl_consistency.cli import plots
+from rl_consistency.cli.plots import series
 from rl_consistency.numerics.files import write_whole
 from rl_consistency.parity.drift import worst_tokens
 from rl_consistency.parity.metrics import EXPERTS, WORST, sections

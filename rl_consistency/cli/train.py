@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
     with uncollected_imports():
-        from rl_consistency.cli.page.plots import save_picture
+        from rl_consistency.cli.plots import save_picture
         from rl_consistency.cli.report import render
         from rl_consistency.trainers.config.recipe import dump_config, load_config
         from rl_consistency.trainers.launch import is_first_process, leave

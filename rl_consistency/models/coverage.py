@@ -17,7 +17,6 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.models import families
 from rl_consistency.models.inventory import ACTIVATIONS, faults
 from rl_consistency.numerics.orders import ORDERS
-from rl_consistency.numerics.strict import OPS
 
 
 class Verdict(StrEnum):
@@ -36,7 +35,7 @@ class CoverageRow:
     kind: str
     verdict: Verdict
     basis: str  # the order's tag, or the reason
-    test: str = ""  # the test behind the verdict, `file::name`
+    test: str = ""  # the test behind an audit, `file::name`; `verify` checks the orders
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,8 @@ class CoverageTable:
         return "\n".join(lines)
 
 
-CONTRACT = "tests/kernels/test_contract.py::"
-TESTS = {op: f"{CONTRACT}test_rows_do_not_depend_on_the_batch" for op in OPS} | {
-    "attention": "tests/kernels/attention/test_attention.py::test_decode_and_chunks_equal_prefill",
-    "embedding": f"{CONTRACT}test_gradients_do_not_depend_on_the_cut",
-}
-"""Op -> the test that its verdict rests on."""
-
-
 def _canonical(name: str, kind: str, op: str) -> CoverageRow:
-    return CoverageRow(name, kind, Verdict.CANONICAL, ORDERS[op].tag, TESTS[op])
+    return CoverageRow(name, kind, Verdict.CANONICAL, ORDERS[op].tag)
 
 
 def _audited(name: str, kind: str, basis: str, test: str) -> CoverageRow:
@@ -136,19 +127,23 @@ def coverage(model: nn.Module, *, patched: bool = False) -> CoverageTable:
 def markdown() -> str:
     """A page of Markdown: orders, module classes per family, functional ops."""
     modules = (
-        (part, str(Verdict.CANONICAL), ORDERS[mixin.op].tag, f"`{TESTS[mixin.op]}`")
+        (part, str(Verdict.CANONICAL), ORDERS[mixin.op].tag)
         for part, mixin in families.module_kinds().items()
         if mixin.op
     )
-    ops = ((r.name, f"`{r.kind}`", str(r.verdict), r.basis, f"`{r.test}`") for r in FUNCTIONAL)
+    ops = (
+        (r.name, f"`{r.kind}`", str(r.verdict), r.basis, r.test and f"`{r.test}`")
+        for r in FUNCTIONAL
+    )
     sections = [
         "# Audit of the forward path",
         "Every part of a covered model's forward path is listed with the reason its bits do not\n"
-        "depend on the batch, and the test behind that reason. Anything else makes `patch` refuse.",
+        "depend on the batch: an order, which `rl-consistency verify` checks, or an audit and its\n"
+        "test. Anything else makes `patch` refuse.",
         "## Canonical orders",
         *(section for order in ORDERS.values() for section in _order(order)),
         "## Modules",
-        _table(("module", "verdict", "basis", "test"), modules),
+        _table(("module", "verdict", "basis"), modules),
         f"Families: {', '.join(families.FAMILIES.values())}; the module names carry that prefix.\n"
         f"RoPE types: {', '.join(families.ROPE_TYPES)}. Layer types: "
         f"{', '.join(families.LAYER_TYPES)}. Activations: {', '.join(families.ACTIVATIONS)}.",

@@ -13,12 +13,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.launch import ALIGNMENT as LAUNCH_ALIGNMENT
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
-from rl_consistency.models.captured.layer_graphs import LayerGraphs
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, ForwardPass
 from rl_consistency.models.hooks_and_checkpointing import (
     is_checkpointed_otherwise,
     refuse_selective_checkpointing,
 )
+from rl_consistency.models.layer_graphs import LayerGraphs
 from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRMSNorm,

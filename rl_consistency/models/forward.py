@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
@@ -35,10 +36,19 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
-def attention_windows(model: nn.Module) -> list[int | None]:
-    """The windows of the decoder's layers, each once; None is none."""
+@torch.no_grad()
+def attend_to_anything(model: Any, paged: PagedAttention) -> None:
+    """Launch the attention of a paged call alone, once for each window that layers have; queries
+    and keys hold anything, and nothing is written to the cache."""
+    if not is_canonical("attention"):
+        return
     layers: Any = _decoder(model).layers
-    return list(dict.fromkeys(layer.self_attn.window for layer in layers))
+    kinds = {layer.self_attn.window: layer.self_attn for layer in layers}
+    (rows,), (_, _, *kv) = paged.slot_mapping.shape, paged.key_cache[0].shape
+    q = paged.key_cache[0].new_empty((rows, model.config.num_attention_heads, kv[1]))
+    k, v = q.new_empty((2, rows, *kv))
+    for window, attention in kinds.items():
+        attention_paged(q, paged, 0, scale=attention.scaling, window=window, new=(k, v))
 
 
 def layer_parameters(model: nn.Module) -> int:

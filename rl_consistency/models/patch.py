@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, GradientBuffer
 from rl_consistency.models import families
-from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.coverage import CoverageTable, coverage
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
@@ -27,6 +25,7 @@ from rl_consistency.models.inventory import (
     copied_settings,
     faults,
 )
+from rl_consistency.models.layer_graphs import LayerGraphs
 from rl_consistency.models.modules import (
     ADDED,
     CanonicalAttention,

@@ -11,17 +11,16 @@ from rl_consistency.kernels.gradient_fold import op as gradient_fold
 from rl_consistency.kernels.linear import op as linear
 from rl_consistency.kernels.matmul import op as matmul
 from rl_consistency.kernels.pointwise import embedding, glu, rotary
-from rl_consistency.kernels.reduction import gradient_norm, masked_reduction
-from rl_consistency.kernels.reduction import tree_sum as row_reduction
+from rl_consistency.kernels.reduction import sums
 from rl_consistency.kernels.rms_norm import op as rms_norm
 from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.token_logprobs import op as token_logprobs
 
-_MODULES = (
-    *(matmul, row_reduction, gradient_fold, linear, rms_norm, rotary, glu, embedding, attention),
-    *(router, experts),
-    *(sampling_support, token_logprobs, masked_reduction, gradient_norm),
+_ALL = (
+    *(matmul.ORDER, sums.ROW_REDUCTION, gradient_fold.ORDER, linear.ORDER, rms_norm.ORDER),
+    *(rotary.ORDER, glu.ORDER, embedding.ORDER, attention.ORDER, router.ORDER, experts.ORDER),
+    *(sampling_support.ORDER, token_logprobs.ORDER, sums.MASKED_REDUCTION, sums.GRADIENT_NORM),
 )
 
-ORDERS = MappingProxyType({module.ORDER.id: module.ORDER for module in _MODULES})
+ORDERS = MappingProxyType({order.id: order for order in _ALL})
 """Every order by id."""

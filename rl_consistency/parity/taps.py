@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.models import modules
-from rl_consistency.models.captured.layer_graphs import layers_op_by_op
 from rl_consistency.models.decoder import CanonicalBaseModel
+from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.modules import (
     CanonicalAttention,
     CanonicalEmbedding,

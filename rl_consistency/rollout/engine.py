@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import Any, Unpack
 
 import torch
 
@@ -16,19 +17,115 @@ from rl_consistency.models.sharding import is_shard, unwrapped
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.completion import Completion, FailedRequestsError
-from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.device.model_runner import ModelRunner, PendingStep
 from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.progress import RolloutProgress
-from rl_consistency.rollout.requests import OpenRequests, RequestLimits, eos_token_ids
+from rl_consistency.rollout.request import (
+    OpenRequests,
+    RequestFactory,
+    RequestOptions,
+    eos_token_ids,
+)
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
-from rl_consistency.rollout.scheduler import Scheduler
-from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.statistics import RolloutStatistics
-from rl_consistency.rollout.step_loop import StepLoop
-from rl_consistency.rollout.stop_strings import Detokenizer
+from rl_consistency.rollout.scheduler import RolloutStatistics, Scheduler
+from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence
 from rl_consistency.rollout.weights import WeightsWatch
+
+
+class StepLoop:
+    """Serves the sequences of one rollout, step by step."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, blocks: BlockManager) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._in_flight: PendingStep | None = None
+        self._has_begun = self._is_abandoned = False
+        self._started = perf_counter()
+        self._waited = 0.0
+        self.statistics = scheduler.statistics
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step is left to launch or to take in."""
+        left = self._scheduler.has_unfinished or self._in_flight is not None
+        return left and not self._is_abandoned
+
+    def add(self, sequence: RolloutSequence) -> None:
+        sequence.submitted_at = perf_counter()
+        self._scheduler.add(sequence)
+
+    def cancel(self, sequence: RolloutSequence) -> None:
+        """End an unfinished sequence; its blocks are free at once."""
+        sequence.finish("cancelled")
+        self._scheduler.finish(sequence)
+
+    def step(self) -> list[RolloutSequence]:
+        """Launch the next step, then take in the one before; returns the sequences that ended."""
+        self._has_begun = True
+        began, waited = perf_counter(), self._waited
+        ended: list[RolloutSequence] = []
+        if self._scheduler.prefers_report:
+            ended += self._take_in()
+        launched = self._launch()
+        try:
+            ended += self._take_in()
+        finally:
+            self._in_flight = launched
+        if not self._scheduler.has_unfinished:  # the step in flight ran once too often
+            ended += self._take_in()
+        now = perf_counter()
+        self.statistics.seconds = now - self._started
+        self.statistics.host_seconds += now - began - (self._waited - waited)
+        return ended
+
+    def _launch(self) -> PendingStep | None:
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            assert self._in_flight is not None or not self._scheduler.has_unfinished
+            return None
+        for sequence in self._scheduler.admitted:
+            self._runner.admit(sequence)
+        launched = self._runner.launch(chunks)
+        # Not before the launch succeeded: no block may be shared that no step writes.
+        self._scheduler.mark_launched(chunks)
+        statistics, blocks = self.statistics, self._blocks
+        statistics.steps += 1
+        statistics.replayed_prefills += launched.replayed_prefill
+        in_use = blocks.num_blocks - blocks.num_free_blocks
+        statistics.peak_kv_blocks = max(statistics.peak_kv_blocks, in_use)
+        return launched
+
+    def _take_in(self) -> list[RolloutSequence]:
+        """Wait for the step in flight, if any; returns the sequences that it ended."""
+        if self._in_flight is None:
+            return []
+        in_flight, self._in_flight = self._in_flight, None
+        before = perf_counter()
+        sampled = in_flight.wait()
+        now = perf_counter()
+        self._waited += now - before
+        ended = self._scheduler.take_in(in_flight.chunks, sampled)
+        for sequence in self._scheduler.started:
+            self.statistics.first_tokens += 1
+            self.statistics.first_token_seconds += now - sequence.submitted_at
+        return ended
+
+    def forget(self) -> None:
+        """Drop all cached keys, unless no step began; no sequence may hold any."""
+        if self._has_begun:
+            self._blocks.reset()
+
+    def abandon(self) -> None:
+        """Take all blocks back and wait for the step in flight, in any state of the loop."""
+        self._is_abandoned = True
+        self.forget()
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.wait()
 
 
 class RolloutEngine:
@@ -112,7 +209,7 @@ class RolloutEngine:
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
         )
-        self._limits = RequestLimits(
+        self._factory = RequestFactory(
             vocab_size=model.config.vocab_size,
             context_length=model.config.max_position_embeddings,
             eos_token_ids=eos_token_ids(eos_token_id, model.config.vocab_size),
@@ -157,23 +254,17 @@ class RolloutEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
-        prompt_ids: Sequence[int] | None = None,
-        request_ids: Sequence[str] | None = None,
         progress: RolloutProgress | None = None,
-        weights_digest: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Draw `n` completions of every prompt.
 
         Args:
             prompts: token ids.
             sampling: one for all prompts, or one for each.
-            prompt_ids: stable ids, in [0, 2**64), that key the random stream; a prompt keeps its
-                samples when it keeps its id. Default: the index in `prompts`.
-            request_ids: names for `cancel` and for error messages, different from those of
-                unfinished requests. Default: made up.
             progress: called after each step, or a block that gives such a function, as
                 `progress_bar()` does.
-            weights_digest: `model_digest` of the weights as the trainer left them, to compare.
+            options: `prompt_ids`, `request_ids` and `weights_digest`, see `RequestOptions`.
 
         Returns the completions in order of (prompt index, sample index). Warns if sampled library
         products were withdrawn since the last rollout: what was drawn may have other bits.
@@ -187,14 +278,7 @@ class RolloutEngine:
         """
         with self._turn, whole_weights(self._model):
             completions = sorted(
-                self.stream(
-                    prompts,
-                    sampling,
-                    prompt_ids=prompt_ids,
-                    request_ids=request_ids,
-                    progress=progress,
-                    weights_digest=weights_digest,
-                ),
+                self.stream(prompts, sampling, progress=progress, **options),
                 key=lambda completion: (completion.prompt_index, completion.sample_index),
             )
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -212,10 +296,8 @@ class RolloutEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
-        prompt_ids: Sequence[int] | None = None,
-        request_ids: Sequence[str] | None = None,
         progress: RolloutProgress | None = None,
-        weights_digest: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generator[Completion]:
         """Yield each completion as it ends; arguments and errors are those of `generate`.
 
@@ -225,13 +307,7 @@ class RolloutEngine:
         """
         with self._lock:
             self._require_idle("generate or stream")
-            self.submit(
-                prompts,
-                sampling,
-                prompt_ids=prompt_ids,
-                request_ids=request_ids,
-                weights_digest=weights_digest,
-            )
+            self.submit(prompts, sampling, **options)
             completions = self._run(progress)
             next(completions)  # enters its `try`, so that closing it cancels
         return completions
@@ -240,10 +316,7 @@ class RolloutEngine:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
-        *,
-        prompt_ids: Sequence[int] | None = None,
-        request_ids: Sequence[str] | None = None,
-        weights_digest: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[str]:
         """Queue prompts, to be served by `step`; returns their request ids.
 
@@ -254,14 +327,19 @@ class RolloutEngine:
         if not isinstance(prompts, Sized):
             kind = type(prompts).__name__
             raise ValueError(f"prompts must be a list of lists of token ids; got a {kind}")
+        if unknown := options.keys() - RequestOptions.__annotations__.keys():
+            allowed = ", ".join(RequestOptions.__annotations__)
+            raise TypeError(f"requests have no {', '.join(sorted(unknown))}; they have {allowed}")
         with self._lock:
-            ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
-            sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
+            if (ids := options.get("request_ids")) is None:
+                ids = self._requests.made_up_ids(len(prompts))
+            sequences = self._factory.sequences(prompts, sampling, options.get("prompt_ids"), ids)
             self._requests.check(ids, sequences)
+            digest = options.get("weights_digest")
             if self.has_unfinished:
-                self._weights.compare(weights_digest)
+                self._weights.compare(digest)
             else:
-                self._begin(weights_digest, sequences)
+                self._begin(digest, sequences)
             for sequence in sequences:
                 self._requests.add(sequence)
                 self._loop.add(sequence)
@@ -334,15 +412,9 @@ class RolloutEngine:
         with self._lock:
             self._require_idle("warm_up")
             self._runner.begin(self._weights.withdrawals())
-            drafts, truncates = range(sampling.speculation + 1), sampling.restricts_support
-            self._kernels.compile(drafts, truncates, batch_sizes, longest)
-            self._runner.warm_up(
-                batch_sizes,
-                drafts=drafts,
-                truncates=truncates,
-                shares=sampling.n > 1 and self._blocks.share_prefixes,
-                longest=longest,
-            )
+            bounds = self._kernels.bounds(sampling, batch_sizes, longest)
+            self._kernels.compile(bounds)
+            self._kernels.capture(replace(bounds, shares=sampling.n > 1 and bounds.shares))
 
     def _run(self, progress: RolloutProgress | None) -> Generator[Any]:
         """First None, then the completions of all that is unfinished in this rollout."""

@@ -11,10 +11,7 @@ known tokens. One whose prefix another is computing is set aside until that step
 blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
 values of all of them once admitted again.
 
-**Failure**: a sequence with a logprob that is not finite may owe it to blocks that another computed
-(see `BlockManager`), or to a wrong guess behind its last token. Then it starts over alone, without
-blocks of others and without guesses: if it fails again it is by its own tokens. Another sample with
-the same tokens then fails without starting over.
+**Failure**: a sequence with a logprob that is not finite starts over; see `failures`.
 
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
 draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
@@ -29,9 +26,8 @@ from heapq import heapify, heappop, heappush
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.failures import Failures
 from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.statistics import RolloutStatistics
 
 _SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
 _UNTIDY = 64  # ended sequences tolerated in the queue
@@ -62,6 +58,62 @@ class ScheduledChunk:
         return self.samples and self.length == 1 + len(self.draft)
 
 
+@dataclass(kw_only=True)
+class RolloutStatistics:
+    """Counters since the engine last began to work, that is of one `generate` or `stream`."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    """Tokens of prompts computed, and of sequences computed again: preempted or started over."""
+    decode_tokens: int = 0  # tokens generated
+    prefix_hit_tokens: int = 0  # tokens found in the cache instead of computed
+    replayed_prefills: int = 0  # steps whose chunks ran through CUDA graphs of prefill
+    preemptions: int = 0
+    started_over: int = 0  # sequences computed again alone, since a logprob was not finite
+    drafted_tokens: int = 0  # tokens guessed and verified
+    accepted_tokens: int = 0  # those of them that were right
+    discarded_rows: int = 0  # tokens sampled behind the end of a sample and thrown away
+    num_kv_blocks: int = 0
+    peak_kv_blocks: int = 0  # most blocks held by running sequences at a time
+    seconds: float = 0.0  # from the first request to the last step
+    host_seconds: float = 0.0
+    """Part of `seconds` in which the host does not wait for the device; on a CPU with the model."""
+    first_tokens: int = 0  # samples whose first token was reported
+    first_token_seconds: float = 0.0
+    """Sum over these samples, each from its submission to its first token."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Speed over all of `seconds`, decoding included: not the speed of prefill alone."""
+        return _ratio(self.prefill_tokens, self.seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Speed over all of `seconds`, prefill included: not the speed of decoding alone."""
+        return _ratio(self.decode_tokens, self.seconds)
+
+    @property
+    def mean_seconds_to_first_token(self) -> float:
+        return _ratio(self.first_token_seconds, self.first_tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were right; 0 without drafts."""
+        return _ratio(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def peak_kv_share(self) -> float:
+        return _ratio(self.peak_kv_blocks, self.num_kv_blocks)
+
+    @property
+    def host_seconds_per_step(self) -> float:
+        return _ratio(self.host_seconds, self.steps)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0
+
+
 class Scheduler:
     """Keeps the waiting and the running sequences and cuts steps from them.
 
@@ -86,7 +138,7 @@ class Scheduler:
         self._refused_with = 0  # blocks free then, less those kept for others
         self._running: list[RolloutSequence] = []  # in order of admission
         self._num_left = 0  # of these, ended since the list was last cleaned
-        self._hopeless: set[tuple[SamplingParams, tuple[int, ...]]] = set()  # failed by themselves
+        self._failures = Failures()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_waiting = 0
         self._num_arrived = 0
@@ -113,7 +165,7 @@ class Scheduler:
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
     def add(self, sequence: RolloutSequence) -> None:
-        """Queue a sequence that the whole cache can hold (`RequestLimits` checks that)."""
+        """Queue a sequence that the whole cache can hold (`RequestFactory` checks that)."""
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._num_waiting += 1
@@ -178,10 +230,9 @@ class Scheduler:
             num_generated += num_tokens - known
             if sequence.error is not None:
                 self._blocks.distrust(sequence)
-                failed = sequence.params, tuple(sequence.token_ids)
-                if not sequence.num_borrowed_blocks and not chunk.draft:
-                    self._hopeless.add(failed)
-                elif failed not in self._hopeless:
+                alone = not sequence.num_borrowed_blocks and not chunk.draft
+                params, token_ids = sequence.params, sequence.token_ids
+                if self._failures.may_pass_alone(params, token_ids, alone=alone):
                     self._start_over(sequence)
                     continue
             if known == sequence.num_prompt_tokens:

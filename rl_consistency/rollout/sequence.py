@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from rl_consistency.rollout.drafter import Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+LONGEST_READ = 16  # about the most tokens decoded again with a new one
+
+_INCOMPLETE, _LONGEST_INCOMPLETE = "\N{REPLACEMENT CHARACTER}", 3
+"""A decoder writes it for each byte, three at most, of a character whose last bytes are to come."""
+
+
+class Detokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class StopStrings:
+    """Tells at which token the text of a sample first holds one of the strings.
+
+    The text is that of the generated tokens, special tokens included. Each new token is decoded
+    behind a few read before, because a decoder may write a token in another way at the beginning of
+    a text. `strings`: at least one, none empty or with U+FFFD. `context`: tokens before the first,
+    such as the prompt's last; their text is not searched.
+    """
+
+    def __init__(
+        self, tokenizer: Detokenizer, strings: Sequence[str], context: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._overlap = max(map(len, strings)) - 1
+        self._tail = ""  # end of the text read: a string may begin in it
+        self._token_ids = list(context)
+        self._num_read = len(self._text()) if context else 0  # characters of their text
+        self._num_closed = len(context)  # of these tokens, those whose text is complete
+
+    def append(self, token_id: int) -> bool:
+        """Take in the next token; True if it completes a string."""
+        self._token_ids.append(token_id)
+        text = self._text()
+        num_open = min(len(text) - len(text.rstrip(_INCOMPLETE)), _LONGEST_INCOMPLETE)
+        num_known = len(text) - num_open
+        window = self._tail + text[self._num_read : num_known]
+        if any(string in window for string in self._strings):
+            return True
+        self._tail = window[len(window) - min(self._overlap, len(window)) :]
+        self._num_read = max(self._num_read, num_known)
+        # Bytes that more than three tokens have not completed will never be a character.
+        if num_open == 0 or len(self._token_ids) - self._num_closed > _LONGEST_INCOMPLETE:
+            self._close(num_open)
+        return False
+
+    def _close(self, num_open: int) -> None:
+        """Forget the tokens before those read last, once there are many."""
+        if len(self._token_ids) >= LONGEST_READ:
+            self._token_ids = self._token_ids[self._num_closed :]
+            self._num_read = max(len(self._text()) - num_open, 0)
+        self._num_closed = len(self._token_ids)
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +80,7 @@ class RolloutSequence:
     `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
     write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
-    Each field has one writer: `RequestLimits` those up to `speculator`, `append`, `finish` and
+    Each field has one writer: `RequestFactory` those up to `speculator`, `append`, `finish` and
     `reopen` the tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last
     three, and `Scheduler` those between.
     """
@@ -37,7 +96,7 @@ class RolloutSequence:
     speculator: Speculator | None = None  # drafts for this sample; None decodes plainly
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    """Length at which the sample ends by length; `RequestLimits` keeps it within the context."""
+    """Length at which the sample ends by length; `RequestFactory` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     token_routing: list[int] = field(default_factory=list)

@@ -9,39 +9,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_consistency.cli import report, train
+from rl_consistency.cli import plots, report, train
 from rl_consistency.cli.main import main
-from rl_consistency.cli.page import plots
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from rl_consistency.trainers.tracking import trackers
+from tests.trainers.conftest import RECIPE as TINY
 
-RECIPE = {
-    "run": {"name": "tiny", "num_threads": 1},
-    "policy": {
-        "build": {
-            "architecture": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        }
-    },
-    "tokenizer": {"kind": "byte"},
-    "data": {
-        "task": {"name": "arithmetic", "num_terms": 3, "train_size": 16, "eval_size": 2},
-        "max_prompt_tokens": 6,
-    },
+RECIPE = TINY | {
     "reward": {"functions": [{"name": "arithmetic"}]},
-    "rollout": {"prompts_per_step": 4, "sampling": {"n": 2, "max_tokens": 8}},
-    "optimizer": {"learning_rate": 1e-3},
     "training": {"steps": 2, "eval_every": 2},
     "consistency": {"gradient_check_every": 2, "shadow_every": 1},
+    "tracking": {},
 }
-
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -8,7 +8,7 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.world import World
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.kernels.reduction.sums import gradient_norm
 
 ALONE = World.join(torch.device("cpu"))
 

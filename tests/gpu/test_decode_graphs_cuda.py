@@ -1,5 +1,6 @@
 """Decode steps replayed from CUDA graphs: the bytes of the same steps run op by op, no waiting."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -169,13 +170,13 @@ def test_new_weights_in_place_need_no_new_graph(small_model):
     with patch(model := small_model()):
         runner = runner_of(model, most=8)
         before = decoded(runner, prompts(runner, 5))
-        graphs = len(runner._graphs)
+        graphs = len(runner.decode_graphs)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
         runner.begin()
         after = decoded(runner, prompts(runner, 5))
-        assert len(runner._graphs) == graphs > 0
+        assert len(runner.decode_graphs) == graphs > 0
         fresh = runner_of(model, most=8, cuda_graphs=False)
         assert after == decoded(fresh, prompts(fresh, 5)) != before
 
@@ -191,7 +192,7 @@ def test_a_policy_that_trains_with_checkpointing_decodes_by_the_same_graphs(smal
             model.gradient_checkpointing_enable()
             runner.begin()
             assert decoded(runner, prompts(runner, 5)) == before
-            found.append([*runner._graphs._captured.values()])
+            found.append([*runner.decode_graphs._captured.values()])
         assert not runner.hooked and found[0] == found[1] == found[2] != []
 
 
@@ -204,7 +205,7 @@ def test_weights_that_moved_are_captured_anew(small_model):
             parameter.data = old.clone()
             old.fill_(torch.nan)
         runner.begin()
-        assert len(runner._graphs) == 0
+        assert len(runner.decode_graphs) == 0
         assert decoded(runner, prompts(runner, 5)) == before
 
 
@@ -220,13 +221,16 @@ def test_a_graph_keeps_the_rotary_table_it_reads(small_model):
 
 def test_graphs_captured_ahead_of_time_are_the_ones_used(model, texts):
     runner = runner_of(model, most=40)
-    runner.warm_up([40, 33, 5, 1], drafts=[0, 3])
-    assert len(runner._graphs) == 6  # of 40, 8 and 1 rows, 1 and 4 wide
+    for rows, width in itertools.product([40, 33, 5, 1], (1, 4)):
+        runner.decode_graphs.captured(
+            runner.decode_graphs.shape_for(rows, width, truncates=False, longest=64)
+        )
+    assert len(runner.decode_graphs) == 6  # of 40, 8 and 1 rows, 1 and 4 wide
     runner.launch(whole(sequences := prompts(runner, 33)))
     with no_waiting():
         step = runner.launch(ahead(sequences, 0))
     assert [row for [row] in step.wait()] == [text[1] for text in texts[:33]]
-    assert len(runner._graphs) == 6
+    assert len(runner.decode_graphs) == 6
 
 
 def test_a_step_through_stock_attention_is_close_to_one_sequence_at_a_time(small_model):

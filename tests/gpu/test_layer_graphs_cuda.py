@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from rl_consistency.models.captured import layer_graphs
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, layers_op_by_op
+from rl_consistency.models import layer_graphs
+from rl_consistency.models.layer_graphs import CAPTURED_AT, layers_op_by_op
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 from tests.models.captured.passes import alone, captured_for, gradients, loss, same
@@ -90,7 +90,7 @@ def test_missing_memory_and_large_activations_are_told_and_lose_nothing(model, m
 def test_graphs_make_room_for_a_larger_step(model, monkeypatch):
     expected = alone(model, 1, lengths=[300, 300])
     graphs = captured_for(model)
-    monkeypatch.setattr(layer_graphs.GraphPlace, "free", lambda _: 0)
+    monkeypatch.setattr(layer_graphs.LayersPlace, "free", lambda _: 0)
     with pytest.warns(UserWarning, match="larger steps"):
         loss(model, [300, 300], 1).backward()
     assert len(graphs) == 0 and same(gradients(model), expected)

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from rl_consistency.models.captured.buckets import bucket_of
-from rl_consistency.models.captured.graph_pieces import borrowed
 from rl_consistency.models.forward import paged_hidden_states
+from rl_consistency.models.graph_cache import borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedCall
-from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall
+from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall, RaggedCall
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
@@ -80,7 +78,7 @@ def captured(model):
 def test_no_bucket_and_no_chunk_moves_a_bit(eager, captured, lengths, cut, params):
     assert prefilled(captured, lengths, params, cut) == prefilled(eager, lengths, params)
     rows = sum(n for n in lengths if n > 1)  # a lone token is decoded, by a graph of its own
-    captured_rows = {shape.rows for shape in captured._ragged_graphs._captured}
+    captured_rows = {shape.rows for shape in captured.ragged_graphs._captured}
     assert cut or not rows or bucket_of(rows) in captured_rows
 
 
@@ -109,20 +107,20 @@ def test_new_weights_in_place_need_no_new_graph_and_moved_ones_do(small_model):
     with patch(model := small_model(max_position_embeddings=16 * BLOCKS)):
         runner = runner_of(model)
         before = prefilled(runner, [90, 700])
-        graphs = len(runner._ragged_graphs)
+        graphs = len(runner.ragged_graphs)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
         runner.begin()
         after = prefilled(runner, [90, 700])
-        assert len(runner._ragged_graphs) == graphs > 0
+        assert len(runner.ragged_graphs) == graphs > 0
         assert after == prefilled(runner_of(model, cuda_graphs=False), [90, 700]) != before
         for parameter in model.parameters():
             old = parameter.data
             parameter.data = old.clone()
             old.fill_(torch.nan)
         runner.begin()
-        assert len(runner._ragged_graphs) == 0
+        assert len(runner.ragged_graphs) == 0
         assert prefilled(runner, [90, 700]) == after
 
 
@@ -155,7 +153,7 @@ def test_no_bucket_moves_a_bit_or_a_route_of_a_mixture_of_experts(name):
         eager, captured = runner_of(model, cuda_graphs=False), runner_of(model)
         for lengths in ([3, 40, 9], [17], [5, 1, 2, 30, 64, 11], [120] * 9):
             assert prefilled(captured, lengths) == prefilled(eager, lengths)
-        assert len(captured._ragged_graphs) > 3
+        assert len(captured.ragged_graphs) > 3
 
 
 def test_borrowed_memory_is_not_kept():
@@ -182,5 +180,5 @@ def test_engine_rollouts_do_not_depend_on_graphs_of_prefill(small_model):
             for _ in range(CAPTURED_AT):
                 done = engine.generate(batch, sampling)
                 found.append([(c.token_ids, c.token_logprobs.numpy().tobytes()) for c in done])
-        assert len(engine._runner._ragged_graphs) > 2
+        assert len(engine._runner.ragged_graphs) > 2
     assert all(each == found[0] for each in found)

@@ -13,7 +13,7 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs
-from rl_consistency.rollout.device.kv_cache import GPU_CACHE_SHARE
+from rl_consistency.rollout.block_manager import GPU_CACHE_SHARE
 from rl_consistency.rollout.device.sampler import inverse_cdf
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -202,9 +202,9 @@ def test_nothing_computed_with_a_withdrawn_product_is_used_again(
                 assert as_bytes(engine.generate(prompts, sampling)) != expected
         assert engine.stats.prefix_hit_tokens > hits
         assert audit.schedule_audit().calls > calls > 0
-        assert len(engine._runner._graphs) > 0
+        assert len(engine._runner.decode_graphs) > 0
         engine.warm_up(sampling, batch_sizes=[])
-        assert len(engine._runner._graphs) == 0
+        assert len(engine._runner.decode_graphs) == 0
         assert as_bytes(engine.generate(prompts, sampling)) == expected
         assert engine.stats.prefix_hit_tokens == hits
 

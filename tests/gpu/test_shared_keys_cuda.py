@@ -50,7 +50,7 @@ def as_bytes(completions):
 
 
 def shapes(engine):
-    return list(engine._runner._graphs._captured)
+    return list(engine._runner.decode_graphs._captured)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import pytest
 
 from tests.kernels import compile_overlapped
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 PREFETCHING = {
     "qkv_kernel",

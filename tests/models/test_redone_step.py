@@ -16,7 +16,7 @@ from tests.kernels.gradient_fold.uses import hold_ends
 
 cpu, cuda = (
     importlib.import_module(f"rl_consistency.kernels.token_logprobs.{device}")
-    for device in ("cpu", "cuda")
+    for device in ("op", "cuda")
 )
 
 CHUNK = 16
@@ -27,7 +27,7 @@ POINTS = {
     "between chunks of the LM head": ("token_logprobs.lm_head", "matmul_nn", 2),
     "between layers": ("linear.op", "matmul_nn", 8),
     "in a layer": ("linear.op", "fold_outer", 8),
-    "after every layer": ("embedding.op", "fold_rows", 1),
+    "after every layer": ("pointwise.embedding", "fold_rows", 1),
 }
 """Where memory runs out -> a kernel's module, what it calls there, and at which call."""
 MODELS = [("tiny-qwen3", torch.bfloat16), ("tiny-llama", torch.float32)]

@@ -58,12 +58,13 @@ def test_a_text_changes_only_with_its_version():
     assert digests() == GOLDEN
 
 
-def test_every_kernel_file_with_an_order_is_registered():
-    with_order = {
-        path.relative_to(KERNELS).as_posix()
+def test_every_order_in_a_kernel_file_is_registered():
+    orders = [
+        (path.relative_to(KERNELS).as_posix(), node.lineno)
         for path in KERNELS.rglob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.Assign)
-        and any(isinstance(t, ast.Name) and t.id == "ORDER" for t in node.targets)
-    }
-    assert len(with_order) == len(ORDERS), with_order
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "ReductionOrder"
+    ]
+    assert len(orders) == len(ORDERS), orders

@@ -19,10 +19,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import PromptLookupDrafter, Speculator
+from rl_consistency.rollout.engine import StepLoop
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk, Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.step_loop import StepLoop
 
 VOCAB = 13
 STOP = 12

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout import scheduler
+from rl_consistency.rollout.failures import Failures
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import Recalling, content, engine_of, is_idle
 
@@ -59,11 +59,7 @@ def test_a_neighbour_with_the_same_prefix_keeps_its_bytes(
 def test_without_starting_over_a_neighbour_fails_too(
     marked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Everything(set[Any]):
-        def __contains__(self, _: object) -> bool:
-            return True
-
-    monkeypatch.setattr(scheduler, "set", Everything, raising=False)
+    monkeypatch.setattr(Failures, "may_pass_alone", lambda *_, **__: False)
     found = served(engine_of(marked), [[*PREFIX, MARK, 9], [*PREFIX, 10, 11]], GREEDY)
     assert found == {(0, 0): "error", (1, 0): "error"}
 
@@ -111,6 +107,7 @@ def test_samples_of_a_prompt_that_failed_by_itself_do_not_start_over(marked: Any
     assert engine.stats.started_over == 0 and engine.stats.prefix_hit_tokens > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("misleads", [False, True])
 def test_whatever_shares_a_prefix_with_whatever_fails(marked: Any, misleads: bool) -> None:
     """Random prompts that share prefixes, in small caches that preempt, with and without drafts."""

@@ -10,8 +10,7 @@ import pytest
 
 import rl_consistency.rollout
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.stop_strings import StopStrings
+from rl_consistency.rollout.sequence import RolloutSequence, StopStrings
 
 
 def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) -> RolloutSequence:
@@ -115,7 +114,7 @@ WRITERS = {
     **dict.fromkeys(("alone", "num_void"), "scheduler"),
     **dict.fromkeys(("block_table", "num_published_blocks"), "block_manager"),
     "num_borrowed_blocks": "block_manager",
-    "submitted_at": "step_loop",
+    "submitted_at": "engine",
 }
 
 

@@ -12,7 +12,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.completion import FailedRequestsError
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import WeightsWatch, _weights, model_digest
 from rl_consistency.verify.presets import build_preset
@@ -129,12 +129,12 @@ def with_graphs(model, **settings):
     """An engine whose captured calls run on the CPU."""
     engine = engine_of(model, **settings)
     runner = engine._runner
-    runner._graphs = Uncaptured(
+    runner.decode_graphs = Uncaptured(
         runner._state,
         runner._cache,
         runner._decode,
-        capacity=runner._capacity,
-        prepare=lambda: rotary_rows(model, runner._capacity),
+        capacity=runner.capacity,
+        prepare=lambda: rotary_rows(model, runner.capacity),
     )
     return engine
 

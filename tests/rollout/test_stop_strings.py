@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rl_consistency.rollout.stop_strings import LONGEST_READ, StopStrings
+from rl_consistency.rollout.sequence import LONGEST_READ, StopStrings
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 
 

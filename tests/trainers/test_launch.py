@@ -86,12 +86,6 @@ def test_processes_that_cannot_train_are_refused(launched, variables, leaves, me
         check_launch(recipe(leaves))
 
 
-@pytest.mark.parametrize("variables", [TWO, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {}])
-def test_processes_that_share_leaves_are_let_through(launched, variables):
-    launched(**variables)
-    check_launch(recipe(2))
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -205,13 +199,6 @@ def test_a_launcher_on_the_cpu_does_not_move_a_run_off_its_gpu(launched, text):
     launched(ACCELERATE_USE_CPU=text)
     with pytest.raises(ValueError, match="--cpu: the recipe says run.device cuda"):
         check_launch(recipe(1, "run.device=cuda"))
-
-
-def test_a_run_refuses_before_its_directory_is_touched(launched, tiny_run):
-    launched(ACCELERATE_MIXED_PRECISION="fp16")
-    with pytest.raises(ValueError, match="--mixed_precision fp16"):
-        tiny_run()
-    assert not (tiny_run.directory / "run").exists()
 
 
 @pytest.mark.parametrize(

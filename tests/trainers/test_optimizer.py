@@ -9,7 +9,7 @@ from torch import nn
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.kernels.reduction.sums import gradient_norm
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer

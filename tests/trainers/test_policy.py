@@ -127,12 +127,6 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(copy, name):
         load_policy(PolicySection(path=copy), AUTO, seed=0)
 
 
-def test_a_config_that_is_not_json_is_named(copy):
-    (copy / "config.json").write_text("{")
-    with pytest.raises(PolicyError, match=r"config.json: not JSON"):
-        load_policy(PolicySection(path=copy), BYTE, seed=0)
-
-
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -226,11 +220,6 @@ def test_rope_without_finite_angles_is_refused_by_its_key(copy, rope):
     assert all(key in str(caught.value) for key in rope)
 
 
-def test_rope_that_is_built_without_finite_angles_is_refused():
-    with pytest.raises(PolicyError, match="policy.build: rope_parameters .* not finite"):
-        load_policy(PolicySection(build=sizes(rope_theta=1e-300)), BYTE, seed=0)
-
-
 def test_without_the_check_rope_without_finite_angles_makes_every_logit_nan(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(policy_module, "_require_finite", lambda model, source: None)
@@ -265,13 +254,6 @@ def test_truncated_weights_are_refused(copy):
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(PolicyError, match="truncated or damaged"):
-        load_policy(PolicySection(path=copy), BYTE, seed=0)
-
-
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}])
-def test_weights_that_do_not_fit_the_config_are_refused(copy, change):
-    edit_config(copy, **change, layer_types=None)
-    with pytest.raises(PolicyError, match="do not fit its config.json"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 

@@ -24,7 +24,11 @@ from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.scoring.scored_rows import completion_states
+from rl_consistency.models.scoring.scored_rows import (
+    packed,
+    scored_hidden_states,
+    scored_tokens,
+)
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -78,9 +82,12 @@ class CriticModel(nn.Module):
         ValueError if the copy is not patched, or a length does not fit.
         """
         inputs, mask = lay_out(sequences, layout, self.policy.device)
-        states = completion_states(self.policy, inputs, prompt_lengths, mask)
-        values = guarded_backward(self.head(states.hidden.float())[:, 0])
-        return list(values[states.kept].split(states.lengths))
+        batch, lens = packed(self.policy, inputs, mask)
+        scored = scored_tokens(inputs, lens, prompt_lengths, None, mask)
+        # The head's gradient is a fold over all rows, which can be cut between any two sequences.
+        hidden, rows = scored_hidden_states(self.policy, batch, scored)
+        values = guarded_backward(self.head(hidden.float())[:, 0])
+        return list(values[rows.kept].split([int(tokens.sum()) for tokens in scored]))
 
 
 class Critic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rl_consistency.rollout.device.kv_cache import cache_shape
+from rl_consistency.rollout.block_manager import cache_shape
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import eos_token_ids

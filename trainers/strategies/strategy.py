@@ -20,7 +20,7 @@ from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.gradient_parts import PartOrder, Round
 from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.kernels.reduction.sums import gradient_norm
 from rl_consistency.numerics.masters import masters_of, round_into, step_masters
 from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.gradients import GradientReport, RegroupingResult

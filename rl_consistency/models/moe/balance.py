@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.autograd import once_differentiable
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.models.moe.routing import RoutingRecord
 
 UNIT = 2.0**40

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, ForwardPass
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import is_canonical
 

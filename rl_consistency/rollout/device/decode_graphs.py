@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +25,11 @@ from rl_consistency.kernels.attention.layout import (
 )
 from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
-from rl_consistency.models.captured.graph_pieces import no_garbage_collection
+from rl_consistency.models.graph_cache import Captured, GraphCache
 from rl_consistency.numerics.strict import current, is_canonical
-from rl_consistency.rollout.device.device_state import DeviceState
-from rl_consistency.rollout.device.kv_cache import KVCache
+from rl_consistency.rollout.block_manager import KVCache
+from rl_consistency.rollout.device.device_state import DeviceState, StagedFields
 from rl_consistency.rollout.device.shared_prefixes import most_runs
-from rl_consistency.rollout.device.staging import StagedFields
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.scheduler import ScheduledChunk
 
@@ -218,21 +216,11 @@ class DecodeCall:
         return self._values
 
 
-@dataclass(frozen=True, eq=False)
-class CapturedCall:
-    """A call, how to run it again as captured, and what keeps alive what the graph reads."""
+class DecodeGraphs(GraphCache[Shape, Captured[DecodeCall]]):
+    """Captured decode calls by shape, made on first use.
 
-    call: DecodeCall
-    replay: Callable[[], None]
-    kept: object
-
-
-class DecodeGraphs:
-    """Captured decode calls by shape, made on first use, in one pool of memory.
-
-    Graphs run one after another, each with its own buffer for its results: they share all memory in
-    between. No sequence has more than `capacity` tokens. `prepare` makes what must not be made
-    during a capture, and returns what the graphs read and the model may replace.
+    No sequence has more than `capacity` tokens. `prepare` makes what must not be made during a
+    capture, and returns what the graphs read and the model may replace.
     """
 
     def __init__(
@@ -244,53 +232,21 @@ class DecodeGraphs:
         capacity: int,
         prepare: Callable[[], object],
     ) -> None:
+        super().__init__()
         self._state, self._cache, self._compute = state, cache, compute
         self._capacity, self._prepare = capacity, prepare
         self._reads_once = reads_shared_keys_once(cache.keys[0])
         self._buckets = buckets_up_to(state.dummy_slot)
-        self._captured: dict[Shape, CapturedCall] = {}
-        # One stream for all captures: the pool gives memory back to the stream that freed it only.
-        self._place: tuple[Any, torch.cuda.Stream] | None = None
-
-    def __len__(self) -> int:
-        return len(self._captured)
 
     @property
     def share_keys(self) -> bool:
         """Whether attention reads keys once that sequences share."""
         return self._reads_once and is_canonical("attention")
 
-    def drop(self) -> None:
-        """Forget all graphs: what they read by address has moved."""
-        if self._place is not None:
-            torch.cuda.synchronize(self._state.device)
-        self._captured.clear()
-        self._place = None
-
-    def captured(
+    def shape_for(
         self, rows: int, width: int, *, truncates: bool, longest: int, shared: bool = False
-    ) -> CapturedCall:
-        """The smallest call for `rows` sequences of at most `longest` keys, captured at first.
-
-        A call for sequences that share keys serves others too, where it alone is captured.
-        """
-        shape = self._shape(rows, width, truncates, longest, shared)
-        if shape not in self._captured:
-            wider = replace(shape, shared=True)
-            if wider in self._captured:
-                return self._captured[wider]
-            self._captured[shape] = self._capture(shape)
-        return self._captured[shape]
-
-    def run_padding(
-        self, rows: int, width: int, *, truncates: bool, longest: int, shared: bool = False
-    ) -> None:
-        """Run the call that `captured` would capture once, as it is, on padding alone."""
-        call = self._call(self._shape(rows, width, truncates, longest, shared))
-        with certified_to_the_row():
-            call.run()
-
-    def _shape(self, rows: int, width: int, truncates: bool, longest: int, shared: bool) -> Shape:
+    ) -> Shape:
+        """The smallest shape for `rows` sequences of at most `longest` keys."""
         return Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
@@ -300,37 +256,34 @@ class DecodeGraphs:
             stock=current().stock,
         )
 
+    def captured(self, shape: Shape) -> Captured[DecodeCall]:
+        """The call for a shape, captured at first.
+
+        A call for sequences that share keys serves others too, where it alone is captured.
+        """
+        wider = replace(shape, shared=True)
+        if shape not in self._captured and wider in self._captured:
+            shape = wider
+        found = self.get(shape, shape.rows)
+        assert found is not None
+        return found
+
+    def run_padding(self, shape: Shape) -> None:
+        """Run the call that `captured` would capture once, as it is, on padding alone."""
+        with certified_to_the_row():
+            self._call(shape).run()
+
     def _call(self, shape: Shape) -> DecodeCall:
         """The call, loaded with padding alone: running it touches no sequence."""
         call = DecodeCall(shape, self._state, self._cache, self._compute)
         call.load(call.stage((), np.zeros(0, dtype=np.int64)))
         return call
 
-    def _capture(self, shape: Shape) -> CapturedCall:
+    def _capture(self, shape: Shape) -> Captured[DecodeCall]:
         kept = self._prepare()
         call = self._call(shape)
-        if self._place is None:
-            self._place = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._state.device))
-        pool, stream = self._place
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream), certified_to_the_row():
-            # The first run compiles kernels and certifies products, which a capture must not do.
-            # In the second nothing of that is left to do.
-            try:
-                call.run()
-                call.run()
-            finally:
-                # What the call holds may be given away once it is dropped.
-                current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the trainer may allocate meanwhile.
-        with (
-            no_garbage_collection(),
-            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
-        ):
-            call.run()
-        return CapturedCall(call, graph.replay, kept)
+        pieces = self.in_place(self._state.device).captured(lambda _: call.run())
+        return Captured(call, pieces.replay, kept)
 
 
 def context_bound(longest: int, capacity: int) -> int:

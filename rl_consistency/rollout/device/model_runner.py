@@ -7,9 +7,7 @@ behind it. The token that the step before samples is read on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,34 +19,32 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
     SharedRun,
 )
-from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead
 from rl_consistency.models.forward import (
+    attend_to_anything,
     layer_parameters,
     next_token_logits,
     paged_hidden_states,
     rotary_rows,
 )
+from rl_consistency.models.graph_cache import Captured
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.strict import current
-from rl_consistency.rollout.device import decode_graphs, ragged_graphs
-from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, width_for
-from rl_consistency.rollout.device.device_state import DeviceState
-from rl_consistency.rollout.device.kv_cache import KVCache
-from rl_consistency.rollout.device.pending_step import PendingStep, SampledRows
-from rl_consistency.rollout.device.ragged_call import RaggedCall, RaggedShape
-from rl_consistency.rollout.device.ragged_graphs import CapturedPadded, RaggedGraphs
-from rl_consistency.rollout.device.random_stream import device_uniforms
-from rl_consistency.rollout.device.rollout_bounds import (
-    RolloutBounds,
-    attention_kernels,
-    ragged_shapes,
+from rl_consistency.rollout.block_manager import KVCache
+from rl_consistency.rollout.device.decode_graphs import DecodeCall, DecodeGraphs, width_for
+from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
+from rl_consistency.rollout.device.ragged_graphs import (
+    PaddedCall,
+    RaggedCall,
+    RaggedGraphs,
+    RaggedShape,
+    most_rows,
 )
+from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.device.sampler import sample
-from rl_consistency.rollout.device.staging import to_device, to_host
 from rl_consistency.rollout.drafter import MAX_DRAFT
-from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
@@ -58,6 +54,49 @@ RAGGED = 0  # in place of a width: chunks that run without a graph
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
 
 _Path = tuple[PatchSession, ForwardState]
+
+
+SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
+"""What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
+logprobs, in a sparse model [4, rows] with the two halves of their routing; and where each chunk's
+rows are: (index in the step, first row, number of rows)."""
+
+
+class PendingStep:
+    """A step that has been queued; `chunks` are those that sample, in the order of the launch.
+    `replayed_prefill`: whether chunks of several tokens ran through graphs."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        calls: list[SampledRows],
+        done: torch.cuda.Event | None,
+        *,
+        replayed_prefill: bool = False,
+    ) -> None:
+        self.chunks = [chunk for chunk in chunks if chunk.samples]
+        self._sampling = [chunk.samples for chunk in chunks]
+        self._calls = calls
+        self._done = done
+        self.replayed_prefill = replayed_prefill
+
+    def wait(self) -> list[SampledTokens]:
+        """Wait for this step alone; returns what each of `chunks` sampled.
+
+        A logprob is NaN where the row's logits are.
+        """
+        if self._done is not None:
+            self._done.synchronize()
+        sampled: list[SampledTokens] = [[] for _ in self._sampling]
+        for values, spans in self._calls:
+            columns = [values[0], values[1].view(torch.float32)]
+            if len(values) > 2:
+                halves = torch.stack((values[2], values[3]), dim=1)
+                columns.append(halves.view(torch.int64).flatten())
+            rows = list(zip(*(column.tolist() for column in columns), strict=True))
+            for index, first, count in spans:
+                sampled[index] = rows[first : first + count]
+        return list(itertools.compress(sampled, self._sampling))
 
 
 class ModelRunner:
@@ -76,26 +115,31 @@ class ModelRunner:
         block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
         self.block_size = block_size
-        self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
+        self.capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
         self._state = DeviceState(
             max_num_seqs,
-            width=-(-self._capacity // block_size),
+            width=-(-self.capacity // block_size),
             block_size=block_size,
             dummy_block=self.num_blocks,
             device=self.device,
         )
         self._captured_from = self._read_by_graphs(0)
         self._stream = self._current_stream()
-        self._graphs: DecodeGraphs | None = None
-        self._ragged_graphs: RaggedGraphs | None = None
+        self.decode_graphs: DecodeGraphs | None = None
+        self.ragged_graphs: RaggedGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
-            prepare = partial(rotary_rows, model, self._capacity)
             of_all = self._state, self._cache
-            self._graphs = DecodeGraphs(
-                *of_all, self._decode, capacity=self._capacity, prepare=prepare
+            self.decode_graphs = DecodeGraphs(
+                *of_all, self._decode, capacity=self.capacity, prepare=self.prepare
             )
-            most = ragged_graphs.most_rows(layer_parameters(model))
-            self._ragged_graphs = RaggedGraphs(*of_all, self._forward, most=most, prepare=prepare)
+            most = most_rows(layer_parameters(model))
+            self.ragged_graphs = RaggedGraphs(
+                *of_all, self._forward, most=most, prepare=self.prepare
+            )
+
+    def prepare(self) -> object:
+        """Make the angles of all positions, which last: graphs read them by address."""
+        return rotary_rows(self._model, self.capacity)
 
     def begin(self, withdrawals: int = 0) -> None:
         """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
@@ -113,7 +157,7 @@ class ModelRunner:
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(withdrawals)
         # A graph does not run what a hook does.
         if self.hooked or captured_from != self._captured_from:
-            for graphs in (self._graphs, self._ragged_graphs):
+            for graphs in (self.decode_graphs, self.ragged_graphs):
                 if graphs is not None:
                     graphs.drop()
         self._stream = self._current_stream()
@@ -134,84 +178,16 @@ class ModelRunner:
             return None
         return torch.cuda.current_stream(self.device).cuda_stream
 
-    @torch.no_grad()
-    def warm_up(
-        self,
-        batch_sizes: Sequence[int] | None = None,
-        *,
-        drafts: Sequence[int] = (0,),
-        truncates: bool = False,
-        shares: bool = False,
-        longest: int | None = None,
-    ) -> None:
-        """Capture graphs for drafts of these lengths ahead of time, with `shares` those of
-        sequences that share keys; see `RolloutEngine.warm_up`."""
-        most = self._state.dummy_slot
-        self.check_batch_sizes(batch_sizes or ())
-        if self._graphs is None:
-            return
-        sizes = set(decode_graphs.buckets_up_to(most) if batch_sizes is None else batch_sizes)
-        widths = {width_for(draft) for draft in drafts}
-        most_keys = longest or self._capacity
-        # The largest first: the others fit in the memory it leaves.
-        for rows, width in sorted(itertools.product(sizes, widths), reverse=True):
-            shared = shares and rows > 1 and self._graphs.share_keys
-            self._graphs.captured(
-                rows, width, truncates=truncates, longest=most_keys, shared=shared
-            )
-
-    def check_batch_sizes(self, batch_sizes: Sequence[int]) -> None:
-        """ValueError for numbers of sequences that never decode together."""
-        most = self._state.dummy_slot
-        wrong = [rows for rows in batch_sizes if not 1 <= rows <= most]
-        if wrong:
-            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
-
-    @torch.no_grad()
-    def compile_ahead(
-        self,
-        bounds: RolloutBounds,
-        *,
-        drafts: Sequence[int] = (0,),
-        truncates: bool = False,
-        shares: bool = False,
-        longest: int | None = None,
-        captures: bool = True,
-        also: Sequence[Callable[[], object]] = (),
-        report: Report | None = None,
-    ) -> int:
-        """Compile what a rollout within `bounds` launches that no process has compiled, and what
-        the calls in `also` do; returns the number of kernels. `captures`: what only the capture of
-        a prefill launches too.
-
-        No kernel of Triton is launched, torch's own are: of the device state only the dummy slot is
-        written, no sequence's key or token and no certificate. Nothing is compiled on a CPU, and
-        while modules have hooks, which would see values that mean nothing.
-        """
-        if self.device.type != "cuda" or self.hooked:
-            return 0
-        rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
-        most_keys = min(longest or self._capacity, self._capacity)
-        draft = 0 if self._graphs is not None else max(drafts)
-        within = replace(bounds, longest=min(bounds.longest, most_keys), draft=draft)
-        shapes = ragged_shapes(within, attention_kernels(self._model, self._cache.keys[0]))
-        calls = [partial(self._run_padding, shape, truncates) for shape in shapes]
-        if (graphs := self._graphs) is not None:
-            sizes = {(rows, width_for(d)) for rows in bounds.batch_sizes for d in drafts}
-            run_padding = partial(graphs.run_padding, truncates=truncates, longest=most_keys)
-            calls += [
-                partial(run_padding, rows, width, shared=shared)
-                for rows, width in sorted(sizes)
-                for shared in ((False, True) if shares and graphs.share_keys else (False,))
-            ]
-        if captures and (padded := self._ragged_graphs) is not None:
-            rows = ragged_graphs.buckets_up_to(bounds.tokens)
-            calls += [partial(padded.run_padding, n, truncates=truncates) for n in rows]
-        return compile_ahead([*calls, *also], report)
-
-    def _run_padding(self, shape: RaggedShape, truncates: bool) -> None:
+    def run_padding(self, shape: RaggedShape, truncates: bool) -> None:
+        """Run a call op by op that touches no sequence."""
         call = RaggedCall.padding(shape, self._state, self._cache.block_size)
         self._run(call, list(range(shape.sampled)), truncates=truncates)
+
+    def attend_padding(self, shape: RaggedShape) -> None:
+        """Run the attention of such a call alone, once for each window of the layers."""
+        call = RaggedCall.padding(shape, self._state, self._cache.block_size)
+        places = torch.from_numpy(call.arrays["places"]).to(self.device)
+        attend_to_anything(self._model, self._paged(call, places))
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
@@ -251,7 +227,7 @@ class ModelRunner:
         if max(drafts, default=0) > MAX_DRAFT:
             raise ValueError(f"a draft of {max(drafts)} tokens; at most {MAX_DRAFT} are verified")
         widths = [RAGGED] * len(chunks)
-        if self._graphs is not None:
+        if self.decode_graphs is not None:
             decodes = [chunk.is_decode for chunk in chunks]
             pairs = zip(drafts, decodes, strict=True)
             widths = [width_for(draft) if decode else RAGGED for draft, decode in pairs]
@@ -264,13 +240,13 @@ class ModelRunner:
             groups[width][index] = chunks[index]
         return groups
 
-    def _stage(self, width: int, group: _Group) -> tuple[CapturedCall, Tensor, _Group]:
+    def _stage(self, width: int, group: _Group) -> tuple[Captured[DecodeCall], Tensor, _Group]:
         """A decode group's captured call, the host buffer with its numbers, and the group in the
         order of its rows: sequences that share keys are neighbours."""
-        assert self._graphs is not None
+        assert self.decode_graphs is not None
         slots = np.array([chunk.sequence.slot for chunk in group.values()], dtype=np.int64)
         runs: Sequence[SharedRun] = ()
-        if self._graphs.share_keys:
+        if self.decode_graphs.share_keys:
             pasts = np.array([chunk.start for chunk in group.values()], dtype=np.int64)
             arrangement = self._state.arrangement(slots, pasts, width=width)
             if arrangement is not None:
@@ -278,16 +254,17 @@ class ModelRunner:
                 items = list(group.items())
                 group, slots = dict([items[i] for i in order]), slots[order]
         chunks = list(group.values())
-        captured = self._graphs.captured(
+        shape = self.decode_graphs.shape_for(
             len(slots),
             width,
             truncates=self._state.truncates(slots),
             longest=max([chunk.end for chunk in chunks]),
             shared=len(runs) > 0,
         )
+        captured = self.decode_graphs.captured(shape)
         return captured, captured.call.stage(chunks, slots, runs), group
 
-    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> SampledRows:
+    def _replay(self, captured: Captured[DecodeCall], staged: Tensor, group: _Group) -> SampledRows:
         captured.call.load(staged)
         captured.replay()
         width = captured.call.shape.width
@@ -299,7 +276,7 @@ class ModelRunner:
         self,
         call: RaggedCall,
         indices: list[int],
-        captured: CapturedPadded | None = None,
+        captured: Captured[PaddedCall] | None = None,
         *,
         truncates: bool,
     ) -> SampledRows:
@@ -317,9 +294,9 @@ class ModelRunner:
         firsts = (np.cumsum(call.counts) - call.counts).tolist()
         return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
 
-    def _captured(self, call: RaggedCall, truncates: bool) -> CapturedPadded | None:
+    def _captured(self, call: RaggedCall, truncates: bool) -> Captured[PaddedCall] | None:
         """The graphs for a call; None where it runs op by op."""
-        graphs = self._ragged_graphs
+        graphs = self.ragged_graphs
         if graphs is None or self.hooked or current().stock:
             return None
         return graphs.captured(call, truncates=truncates)

@@ -8,39 +8,146 @@ millisecond a layer, so a small model or a short call would wait for it.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import Attend, CapturedPagedAttention, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
-from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of
-from rl_consistency.models.captured.graph_pieces import GraphPieces, borrowed, is_out_of_memory
-from rl_consistency.rollout.device.device_state import DeviceState
-from rl_consistency.rollout.device.kv_cache import KVCache
-from rl_consistency.rollout.device.ragged_call import RaggedCall
-from rl_consistency.rollout.device.staging import StagedFields
+from rl_consistency.models.graph_cache import (
+    CAPTURED_AT,
+    OPERATIONS_PER_SECOND,
+    Captured,
+    GraphCache,
+    GraphPieces,
+    borrowed,
+    bucket_of,
+)
+from rl_consistency.rollout.block_manager import KVCache
+from rl_consistency.rollout.device.device_state import DeviceState, StagedFields
+from rl_consistency.rollout.scheduler import ScheduledChunk
 
 HOST_SECONDS = 1.2e-3
 """What the host takes for a layer, op by op (30 to 56 ms for 28 of them on two hosts). Where the
 GPU takes longer a graph gains nothing, and padding costs."""
-
-CAPTURED_AT = 4
-"""The call of a shape that captures it: capturing takes as long as three calls op by op, so at
-worst the calls before it and the capture take twice what was needed."""
 
 MOST_CAPTURED = 96
 """Shapes that are captured at most: each holds as many graphs as the model has layers."""
 
 SHARED_ROWS = 16384
 """Rows of the memory for attention's results that all calls share, where graphs reach so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedShape:
+    """A call of sequences that are all alike."""
+
+    sequences: int = 1
+    queries: int
+    """New tokens of each sequence."""
+    past: int = 0
+    """Tokens of each sequence whose keys lie in the cache."""
+    sampled: int = 1
+    """Rows that are sampled from."""
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedCall:
+    """The numbers of a call, on the host.
+
+    Example: 4 prompt tokens of the sequence in slot 2, the last of which samples, and the pending
+    token of the one in slot 0, which has 7 tokens computed:
+
+        token_ids = [5, 6, 7, 8, -1]    token_slots = [2, 2, 2, 2, 0]    positions = [0, 1, 2, 3, 7]
+        rows = [3, 4]                   row_slots = [2, 0]               kept_in = [2, 0]
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    """int64. Of each token: `token_ids` (-1: the one sampled last), `token_slots`, `positions`,
+    `places` in the cache. Of each row that is sampled from: `rows` (which token), `row_slots`,
+    `kept_in` (the slot whose last token it becomes)."""
+    starts: list[int]
+    lens: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    counts: NDArray[np.int64]  # rows of each chunk that samples
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[ScheduledChunk], state: DeviceState, block_size: int
+    ) -> RaggedCall:
+        """The call for chunks of admitted sequences; enters their new blocks in `state`."""
+        slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+        contexts = starts + lens
+        state.cover([chunk.sequence for chunk in chunks], slots, contexts)
+        ends = np.cumsum(lens)
+        token_slots = np.repeat(slots, lens)
+        positions = np.arange(len(token_slots)) + np.repeat(contexts - ends, lens)
+        sampled = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        counts = np.array([1 + len(chunks[i].draft) for i in sampled], dtype=np.int64)
+        into_call = ends[sampled] - np.cumsum(counts)
+        # After a draft the host knows the last token. The device's goes to the dummy slot, unread.
+        kept_in = np.where(counts == 1, slots[sampled], state.dummy_slot)
+        return cls(
+            arrays={
+                "token_ids": np.array([t for c in chunks for t in _token_ids(c)], dtype=np.int64),
+                "token_slots": token_slots,
+                "positions": positions,
+                "places": state.places(token_slots, positions),
+                "rows": np.arange(counts.sum()) + np.repeat(into_call, counts),
+                "row_slots": np.repeat(slots[sampled], counts),
+                "kept_in": np.repeat(kept_in, counts),
+            },
+            starts=(ends - lens).tolist(),
+            lens=lens.tolist(),
+            context_lens=contexts.tolist(),
+            block_tables=[
+                chunk.sequence.block_table[: -(-chunk.end // block_size)] for chunk in chunks
+            ],
+            counts=counts,
+        )
+
+    @classmethod
+    def padding(cls, shape: RaggedShape, state: DeviceState, block_size: int) -> RaggedCall:
+        """A call in the dummy slot and block, which touches no sequence."""
+        count, queries = shape.sequences, shape.queries
+        tokens, end = count * queries, shape.past + queries
+        # The last rows are sampled from, over and over where there are fewer than that.
+        rows = np.arange(tokens - shape.sampled, tokens) % tokens
+        dummy = [state.dummy_slot]
+        return cls(
+            arrays={
+                "token_ids": np.zeros(tokens, dtype=np.int64),
+                "token_slots": np.repeat(dummy, tokens),
+                "positions": np.tile(np.arange(shape.past, end), count),
+                "places": np.repeat([state.dummy_block * block_size], tokens),
+                "rows": rows,
+                "row_slots": np.repeat(dummy, shape.sampled),
+                "kept_in": np.repeat(dummy, shape.sampled),
+            },
+            starts=list(range(0, tokens, queries)),
+            lens=[queries] * count,
+            context_lens=[end] * count,
+            block_tables=[[state.dummy_block] * -(-end // block_size)] * count,
+            counts=np.ones(shape.sampled, dtype=np.int64),
+        )
+
+
+def _token_ids(chunk: ScheduledChunk) -> list[int]:
+    """The chunk's tokens, -1 for the one that only the device knows."""
+    known = chunk.sequence.token_ids[chunk.start : chunk.end]
+    pending = chunk.length - len(known) - len(chunk.draft)
+    return [*known, *([-1] * pending), *chunk.draft]
+
 
 Compute = Callable[..., tuple[Tensor, Tensor]]
 """The model and the sampler: (token_ids, positions, layout, rows, slots, *, truncates) -> token ids
@@ -164,6 +271,14 @@ class PaddedCall:
             self._results = self._attended(q)
         return self._results
 
+    def interrupt(
+        self, pieces: GraphPieces, q: Tensor, k: Tensor, v: Tensor, *numbers: Any
+    ) -> Tensor:
+        """What stands for attention in a capture: `attention` is called in each replay."""
+        operands = [borrowed(x) for x in (q, k, v)]
+        pieces.interrupt(partial(self.attention, *operands, *numbers))
+        return self.results(q)
+
     def attention(
         self,
         q: Tensor,
@@ -184,21 +299,18 @@ class PaddedCall:
             self._results[used:].zero_()
 
 
-@dataclass(frozen=True, eq=False)
-class CapturedPadded:
-    """A padded call, how to run it again as captured, and what keeps alive what the graphs read."""
-
-    call: PaddedCall
-    replay: Callable[[PagedAttention], None]
-    kept: object
-
-
-class RaggedGraphs:
-    """Captured padded calls by shape, in one pool of memory.
+class RaggedGraphs(GraphCache[PaddedShape, Captured[PaddedCall]]):
+    """Captured padded calls by shape.
 
     `most` is the largest number of rows that is captured. `prepare` makes what must not be made
     during a capture, and returns what the graphs read and the model may replace.
     """
+
+    captured_at, most_captured = CAPTURED_AT, MOST_CAPTURED
+    without_memory = (
+        "no memory to capture a prefill of {rows} rows ({reason}); calls of so many run op by op, "
+        "with the same bits and more work for the host. Lower max_batch_tokens or num_kv_blocks."
+    )
 
     def __init__(
         self,
@@ -209,72 +321,21 @@ class RaggedGraphs:
         most: int,
         prepare: Callable[[], object],
     ) -> None:
+        super().__init__()
         self._state, self._cache, self._compute = state, cache, compute
         self._most, self._prepare = most, prepare
-        self._room = most  # rows that there was memory for
-        self._captured: dict[PaddedShape, CapturedPadded] = {}
-        self._asked: dict[PaddedShape, int] = {}
         self._memory: Tensor | None = None
-        # One stream for all captures: the pool gives memory back to the stream that freed it only.
-        self._place: tuple[Any, torch.cuda.Stream] | None = None
 
-    def __len__(self) -> int:
-        return len(self._captured)
-
-    def drop(self) -> None:
-        """Forget all graphs: what they read by address has moved."""
-        if self._place is not None:
-            torch.cuda.synchronize(self._state.device)
-        self._captured.clear()
-        self._asked.clear()
-        self._place, self._room = None, self._most
-
-    def captured(self, call: RaggedCall, *, truncates: bool) -> CapturedPadded | None:
+    def captured(self, call: RaggedCall, *, truncates: bool) -> Captured[PaddedCall] | None:
         """A captured call with room for this one; None where it should run op by op."""
         rows, sampled = len(call.arrays["token_ids"]), len(call.arrays["rows"])
         shape = self.shape_for(rows, sampled, truncates=truncates)
-        if shape is None:
-            return None
-        if shape not in self._captured:
-            self._asked[shape] = self._asked.get(shape, 0) + 1
-            if self._asked[shape] < CAPTURED_AT:
-                return None
-            if len(self._captured) >= MOST_CAPTURED:
-                return None
-            # A capture cannot take what the allocator holds for others, so it may try twice.
-            captured = self._captured_in_memory(shape, last=False)
-            captured = captured or self._captured_in_memory(shape, last=True)
-            if captured is None:
-                return None
-            self._captured[shape] = captured
-        return self._captured[shape]
-
-    def _captured_in_memory(self, shape: PaddedShape, *, last: bool) -> CapturedPadded | None:
-        """What `_capture` gives; None where memory is missing, which the `last` try says."""
-        try:
-            return self._capture(shape)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error)
-        if not self._captured:
-            self._place = None  # torch has forgotten a pool that no graph uses
-        if not last:
-            torch.cuda.empty_cache()
-            return None
-        self._room = shape.rows - 1
-        warnings.warn(
-            f"no memory to capture a prefill of {shape.rows} rows ({reason}); calls of so many run "
-            "op by op, with the same bits and more work for the host. Lower max_batch_tokens or "
-            "num_kv_blocks.",
-            stacklevel=2,
-        )
-        return None
+        return None if shape is None else self.get(shape, shape.rows)
 
     def shape_for(self, rows: int, sampled: int, *, truncates: bool) -> PaddedShape | None:
         """The shape for a call of so many rows; None where graphs gain nothing."""
         bucket = bucket_of(rows)
-        if bucket > self._room:
+        if bucket > self._most or not self.has_room(bucket):
             return None
         # More than these are in no call, unless drafts are verified without graphs.
         room = min(sampled_bucket_of(sampled), self._state.dummy_slot, bucket)
@@ -282,12 +343,11 @@ class RaggedGraphs:
             return None
         return PaddedShape(rows=bucket, sampled=room, truncates=truncates)
 
-    def run_padding(self, rows: int, *, truncates: bool) -> None:
-        """Run the call that `captured` would capture for so many rows, on padding alone."""
-        if (shape := self.shape_for(rows, 1, truncates=truncates)) is not None:
-            call = self._call(shape)
-            with certified_to_the_row():
-                call.run(call.results)
+    def run_padding(self, shape: PaddedShape) -> None:
+        """Run the call that `captured` would capture once, as it is, on padding alone."""
+        call = self._call(shape)
+        with certified_to_the_row():
+            call.run(call.results)
 
     def _call(self, shape: PaddedShape) -> PaddedCall:
         """The call, loaded with padding alone: running it touches no sequence."""
@@ -304,30 +364,11 @@ class RaggedGraphs:
             self._memory = torch.zeros(size, dtype=q.dtype, device=q.device)
         return self._memory[:rows]
 
-    def _capture(self, shape: PaddedShape) -> CapturedPadded:
+    def _capture(self, shape: PaddedShape) -> Captured[PaddedCall]:
         kept = self._prepare()
         call = self._call(shape)
-        if self._place is None:
-            self._place = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._state.device))
-        pool, stream = self._place
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream), certified_to_the_row():
-            # The first run compiles kernels and certifies products, which a capture must not do.
-            # In the second nothing of that is left to do.
-            try:
-                call.run(call.results)
-                call.run(call.results)
-            finally:
-                # What the call holds may be given away once it is dropped.
-                current.wait_stream(stream)
-        pieces = GraphPieces(pool, stream)
 
-        def interrupted(q: Tensor, k: Tensor, v: Tensor, *numbers: Any) -> Tensor:
-            operands = [borrowed(x) for x in (q, k, v)]
-            pieces.interrupt(partial(call.attention, *operands, *numbers))
-            return call.results(q)
+        def run(pieces: GraphPieces | None) -> None:
+            call.run(call.results if pieces is None else partial(call.interrupt, pieces))
 
-        with certified_to_the_row():
-            pieces.capture(lambda: call.run(interrupted))
-        return CapturedPadded(call, pieces.replay, kept)
+        return Captured(call, self.in_place(self._state.device).captured(run).replay, kept)

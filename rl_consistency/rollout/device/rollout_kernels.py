@@ -1,54 +1,142 @@
-"""Which kernels a policy's rollouts need, compiled before the first one needs them."""
+"""Which kernels a policy's rollouts need, compiled before the first one needs them.
+
+Schedules are picked by sizes, so calls of other sizes run other kernels. A fixed list of sizes
+stands for all: it meets nearly every kernel of a call within the bounds, and one that it misses
+compiles when a call needs it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from rl_consistency.kernels.attention.layout import SHARED_BLOCK
-from rl_consistency.kernels.core.compile_ahead import use_workers
+from rl_consistency.kernels.core.compile_ahead import compile_ahead, use_workers
 from rl_consistency.numerics.strict import current
-from rl_consistency.rollout.device.decode_graphs import buckets_up_to, width_for
+from rl_consistency.rollout.device import ragged_graphs
+from rl_consistency.rollout.device.decode_graphs import (
+    DecodeGraphs,
+    Shape,
+    buckets_up_to,
+    width_for,
+)
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.rollout_bounds import RolloutBounds
+from rl_consistency.rollout.device.ragged_graphs import RaggedShape
 from rl_consistency.rollout.progress import compile_line
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import model_digest
 
+GROWTH = 1.19
+"""Each multiple of 16 among the numbers of rows is at most so many times the one before, or the
+next."""
+
+CHUNKS = (1, 2, 4, 8, 16, 32, 80)
+"""New tokens of a sequence behind a past: what the prefix cache leaves, drafts without graphs, and
+pieces of long prompts."""
+
+SHORTEST_PAST = 48
+"""Keys of the shortest past that is tried: those of one block are all alike."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """What decides which kernels rollouts launch."""
+class RolloutBounds:
+    """The largest sizes of a rollout's calls, and what else decides which kernels it launches."""
 
-    truncates: bool
-    shares: bool
-    width: int  # of the longest draft
-    bounds: RolloutBounds
-    stock: frozenset[str]
+    tokens: int
+    """Tokens of one step."""
+    sequences: int
+    """Sequences that run at a time."""
+    longest: int
+    """Tokens of one sequence."""
+    batch_sizes: tuple[int, ...]
+    """Numbers of sequences that decode together."""
+    draft: int = 0
+    """Tokens of the longest draft."""
+    truncates: bool = False
+    """Whether the sampler restricts any row's support."""
+    shares: bool = False
+    """Whether sequences may share keys."""
+    stock: frozenset[str] = frozenset()
+    """Ops on their stock path."""
 
-    def covers(self, other: _Kind) -> bool:
+    def within(self, tokens: int, sequences: int, longest: int) -> RolloutBounds:
+        """These bounds with smaller sizes, where these are smaller."""
+        count = min(sequences, self.sequences)
+        return replace(
+            self,
+            tokens=min(tokens, self.tokens),
+            sequences=count,
+            longest=min(longest, self.longest),
+            batch_sizes=buckets_up_to(count),
+        )
+
+    def covers(self, other: RolloutBounds) -> bool:
         """Whether the kernels of the other are among these."""
-        mine, theirs = self.bounds, other.bounds
         return (
             (self.truncates, self.stock) == (other.truncates, other.stock)
             # Keys that are shared are compiled beside those that are not.
             and self.shares >= other.shares
-            and self.width >= other.width
-            and mine.tokens >= theirs.tokens
-            and mine.sequences >= theirs.sequences
-            and mine.longest >= theirs.longest
+            and width_for(self.draft) >= width_for(other.draft)
+            and self.tokens >= other.tokens
+            and self.sequences >= other.sequences
+            and self.longest >= other.longest
         )
 
 
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows up to `most`: powers of two and multiples of 16, and numbers beside them,
+    because Triton compiles other kernels for multiples of 16."""
+    wanted, rows = {1, 2, 4, 8}, 16
+    while rows <= most:
+        wanted |= {rows, rows + 1}
+        grown = max(rows + 16, int(rows * GROWTH) // 16 * 16)
+        # A table may hold an entry for a power of two alone.
+        rows = min(grown, 1 << rows.bit_length())
+    return sorted({rows for rows in wanted if rows < most} | {most})
+
+
+def continued_shapes(bounds: RolloutBounds) -> Iterator[RaggedShape]:
+    """Calls of chunks that continue a past, for what attention runs there."""
+    for queries in CHUNKS:
+        most, longest = min(bounds.sequences, bounds.tokens // queries), bounds.longest - queries
+        if most < 1 or longest < 1:
+            break
+        for sequences in _up_to(most, 1, factor=2):
+            for past in _up_to(longest, SHORTEST_PAST, factor=4):
+                yield RaggedShape(sequences=sequences, queries=queries, past=past)
+
+
+def prompt_shapes(bounds: RolloutBounds) -> Iterator[RaggedShape]:
+    """Calls of new prompts, for all that depends on the number of rows."""
+    for rows in row_counts(bounds.tokens):
+        sequences = -(-rows // bounds.longest)
+        if sequences <= bounds.sequences:
+            queries = rows // sequences
+            sampled = min(rows, bounds.sequences * (1 + bounds.draft))
+            yield RaggedShape(sequences=sequences, queries=queries, sampled=sampled)
+
+
+def _up_to(most: int, first: int, *, factor: int) -> list[int]:
+    """Numbers from `first` on, each larger by a factor, and at the end `most`."""
+    found, number = [], first
+    while number < most:
+        found.append(number)
+        number *= factor
+    return [*found, most]
+
+
 class RolloutKernels:
-    """The kernels of one runner, by what its sampling restricts, its drafts and sizes, whether its
-    samples share keys, and which ops are stock.
+    """The kernels of one runner.
 
     Those of the weights digest are among them. Nothing is compiled ahead on a CPU, nor while
-    modules have hooks. Ranks of one machine share its cores, and the first of them shows the line.
+    modules have hooks, which would see values that mean nothing. Ranks of one machine share its
+    cores, and the first of them shows the line.
     """
 
     def __init__(
@@ -62,28 +150,40 @@ class RolloutKernels:
         quiet: bool,
     ) -> None:
         self._runner, self._model, self._quiet = runner, model, quiet
-        self._shares = shares  # whether sequences may share cache blocks
-        self._bounds = RolloutBounds(
+        self._most = RolloutBounds(
             tokens=max_tokens,
             sequences=max_seqs,
             longest=model.config.max_position_embeddings,
             batch_sizes=buckets_up_to(max_seqs),
+            shares=shares,  # whether sequences may share cache blocks
         )
-        self._compiled: list[_Kind] = []
+        self._compiled: list[RolloutBounds] = []
 
-    def compile(
-        self,
-        drafts: Sequence[int],
-        truncates: bool,
-        batch_sizes: Sequence[int] | None,
-        longest: int | None,
-    ) -> None:
-        """Compile all kernels; arguments are those of `ModelRunner.warm_up`."""
-        self._runner.check_batch_sizes(batch_sizes or ())
-        sizes = self._bounds.batch_sizes if batch_sizes is None else tuple(batch_sizes)
-        kind = self._kind(drafts, truncates, self._shares, self._bounds)
-        bounds = replace(self._bounds, batch_sizes=sizes)
-        self._compile(kind, bounds, drafts, longest, captures=True)
+    def bounds(
+        self, sampling: SamplingParams, batch_sizes: Sequence[int] | None, longest: int | None
+    ) -> RolloutBounds:
+        """Those of all rollouts with `sampling`; arguments are those of `RolloutEngine.warm_up`."""
+        sizes, most = self._most.batch_sizes, self._most.sequences
+        if batch_sizes is not None:
+            sizes = tuple(batch_sizes)
+        if wrong := [rows for rows in sizes if not 1 <= rows <= most]:
+            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
+        return replace(
+            self._most,
+            batch_sizes=sizes,
+            longest=min(longest or self._most.longest, self._most.longest),
+            draft=sampling.speculation,
+            truncates=sampling.restricts_support,
+            stock=current().stock,
+        )
+
+    def compile(self, bounds: RolloutBounds, *, captures: bool = True) -> int:
+        """Compile all kernels within the bounds; returns how many this process lacked.
+        `captures`: with what only the capture of a prefill launches."""
+        if self._runner.hooked:
+            return 0
+        self._compiled.append(bounds)
+        return self._compile(bounds, captures) if self._runner.device.type == "cuda" else 0
 
     def compile_for(self, sequences: Sequence[RolloutSequence]) -> None:
         """Compile the kernels that these sequences need, before the first rollout of their kind.
@@ -92,70 +192,87 @@ class RolloutKernels:
         """
         if not sequences:
             return
-        truncates = any(s.params.restricts_support for s in sequences)
-        shares = self._shares and _may_share(sequences)
-        drafts = range(max(s.params.speculation for s in sequences) + 1)
+        draft = max(s.params.speculation for s in sequences)
         tokens, count = sum(s.num_tokens for s in sequences), len(sequences)
         blocks = sum(-(-s.max_num_tokens // self._runner.block_size) for s in sequences)
         if blocks > self._runner.num_blocks:
             # A preempted sequence is computed again, with what it has sampled.
             tokens = sum(s.max_num_tokens for s in sequences)
-        tokens = max(tokens, count * width_for(max(drafts)))
+        tokens = max(tokens, count * width_for(draft))
         longest = max(s.max_num_tokens for s in sequences)
-        kind = self._kind(drafts, truncates, shares, self._within(tokens, count, longest))
-        if any(compiled.covers(kind) for compiled in self._compiled):
-            return
-        if self._compiled:
-            sizes = (1 << (size - 1).bit_length() for size in (tokens, count, longest))
-            kind = replace(kind, bounds=self._within(*sizes))
-        self._compile(kind, kind.bounds, drafts, None, captures=False)
-
-    def _within(self, tokens: int, sequences: int, longest: int) -> RolloutBounds:
-        most, count = self._bounds, min(sequences, self._bounds.sequences)
-        return RolloutBounds(
-            tokens=min(most.tokens, tokens),
-            sequences=count,
-            longest=min(most.longest, longest),
-            batch_sizes=buckets_up_to(count),
-        )
-
-    def _kind(
-        self, drafts: Sequence[int], truncates: bool, shares: bool, bounds: RolloutBounds
-    ) -> _Kind:
-        return _Kind(
-            truncates=truncates,
-            shares=shares,
-            width=width_for(max(drafts)),
-            bounds=bounds,
+        most = replace(
+            self._most,
+            draft=draft,
+            truncates=any(s.params.restricts_support for s in sequences),
+            shares=self._most.shares and _may_share(sequences),
             stock=current().stock,
         )
-
-    def _compile(
-        self,
-        kind: _Kind,
-        bounds: RolloutBounds,
-        drafts: Sequence[int],
-        longest: int | None,
-        *,
-        captures: bool,
-    ) -> None:
-        if self._runner.hooked:
+        needed = most.within(tokens, count, longest)
+        if any(compiled.covers(needed) for compiled in self._compiled):
             return
+        if self._compiled:
+            needed = most.within(*(1 << (n - 1).bit_length() for n in (tokens, count, longest)))
+        self.compile(needed, captures=False)
+
+    @torch.no_grad()
+    def capture(self, bounds: RolloutBounds) -> None:
+        """Capture the decode steps within the bounds, if graphs are used; where sequences may share
+        keys, those of such sequences, which serve others too."""
+        if (graphs := self._runner.decode_graphs) is not None:
+            # The largest first: the others fit in the memory it leaves.
+            for rows, width in reversed(_decode_sizes(bounds)):
+                shared = bounds.shares and rows > 1 and graphs.share_keys
+                graphs.captured(_decode_shape(graphs, bounds, rows, width, shared))
+
+    def _compile(self, bounds: RolloutBounds, captures: bool) -> int:
         ranks = local_ranks()
         if ranks > 1:  # all of them compile the same at the same time
             use_workers(max(len(os.sched_getaffinity(0)) // ranks, 1))
-        with compile_line(quiet=self._quiet or os.environ.get("LOCAL_RANK", "0") != "0") as report:
-            self._runner.compile_ahead(
-                bounds,
-                drafts=drafts,
-                truncates=kind.truncates,
-                shares=kind.shares,
-                longest=longest,
-                captures=captures,
-                also=[partial(model_digest, self._model)],
-                report=report,
-            )
-        self._compiled = [k for k in self._compiled if not kind.covers(k)] + [kind]
+        with (
+            torch.no_grad(),
+            compile_line(quiet=self._quiet or os.environ.get("LOCAL_RANK", "0") != "0") as report,
+        ):
+            calls = [*self._calls(bounds, captures), partial(model_digest, self._model)]
+            return compile_ahead(calls, report)
+
+    def _calls(self, bounds: RolloutBounds, captures: bool) -> list[Callable[[], object]]:
+        """The list. Of the device state they write the dummy slot alone, and no sequence's key."""
+        runner, truncates = self._runner, bounds.truncates
+        graphs, padded = runner.decode_graphs, runner.ragged_graphs
+        runner.prepare()  # it lasts, so it must hold values
+        bounds = replace(bounds, longest=min(bounds.longest, runner.capacity))
+        drafted = bounds if graphs is None else replace(bounds, draft=0)
+        # Attention first: it takes the compiler the longest.
+        calls: list[Callable[[], object]] = [
+            *(partial(runner.attend_padding, shape) for shape in continued_shapes(bounds)),
+            *(partial(runner.run_padding, shape, truncates) for shape in prompt_shapes(drafted)),
+        ]
+        if graphs is not None:
+            calls += [
+                partial(graphs.run_padding, _decode_shape(graphs, bounds, rows, width, shared))
+                for rows, width in _decode_sizes(bounds)
+                for shared in ((False, True) if bounds.shares and graphs.share_keys else (False,))
+            ]
+        if captures and padded is not None:
+            shapes = [
+                padded.shape_for(rows, 1, truncates=truncates)
+                for rows in ragged_graphs.buckets_up_to(bounds.tokens)
+            ]
+            calls += [partial(padded.run_padding, shape) for shape in shapes if shape is not None]
+        return calls
+
+
+def _decode_sizes(bounds: RolloutBounds) -> list[tuple[int, int]]:
+    """Numbers of sequences that decode together, and the widths of their drafts."""
+    widths = {width_for(draft) for draft in range(bounds.draft + 1)}
+    return sorted({(rows, width) for rows in bounds.batch_sizes for width in widths})
+
+
+def _decode_shape(
+    graphs: DecodeGraphs, bounds: RolloutBounds, rows: int, width: int, shared: bool
+) -> Shape:
+    of_all = {"truncates": bounds.truncates, "longest": bounds.longest}
+    return graphs.shape_for(rows, width, shared=shared, **of_all)
 
 
 def local_ranks() -> int:

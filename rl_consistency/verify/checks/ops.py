@@ -22,8 +22,7 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.pointwise.rotary import rotary_table
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
-from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
+from rl_consistency.kernels.reduction.sums import gradient_norm, masked_mean, masked_sum
 from rl_consistency.kernels.token_logprobs.op import IGNORED
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import (

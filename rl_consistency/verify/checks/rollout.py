@@ -18,7 +18,7 @@ from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.statistics import RolloutStatistics
+from rl_consistency.rollout.scheduler import RolloutStatistics
 from rl_consistency.verify.checks.whole_model import Chain
 from rl_consistency.verify.claims import Tally
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, LayerGraphs
 from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
+from rl_consistency.models.layer_graphs import CAPTURED_AT, LayerGraphs
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch

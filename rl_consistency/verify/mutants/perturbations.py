@@ -24,14 +24,12 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.pointwise.embedding import embedding
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
-from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
-from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import gradient_norm, masked_mean, masked_sum, tree_sum
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.models import forward, packing
-from rl_consistency.models.captured.captured_gradients import by_dtype
+from rl_consistency.models.captured_layers import by_dtype
 from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler

@@ -85,14 +85,3 @@ def test_a_captured_graph_equals_eager_and_shows_ids_outside_the_table():
     graph.replay()
     assert y[3].isnan().all() and y[5].isnan().all()
     assert same_bytes(y[6:], expected[6:])
-
-
-def test_bad_operands_are_refused():
-    weight = probe((7, H)).cuda()
-    for ids, span in (([0, 7], r"\[0, 7\]"), ([-1, 2], r"\[-1, 2\]")):
-        with pytest.raises(ValueError, match=rf"token ids span {span}, the table has 7 rows"):
-            embedding(torch.tensor(ids, device="cuda"), weight)
-    with pytest.raises(ValueError, match=r"token ids are on cpu but the table is on cuda"):
-        embedding(torch.tensor([0]), weight)
-    with pytest.raises(TypeError, match=r"token ids are torch.int32"):
-        embedding(torch.zeros(3, dtype=torch.int32, device="cuda"), weight)

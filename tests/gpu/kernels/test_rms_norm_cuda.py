@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rms_norm.schedules import block_width, pick_backward
@@ -81,11 +81,3 @@ def test_gradients_of_narrow_rows_past_two_to_the_31():
     found = rms_norm_bwd(apart, None, apart, weight, rstd, 8, True)
     dense = apart.contiguous()
     assert all(map(same_bytes, found, rms_norm_bwd(dense, None, dense, weight, rstd, 8, True)))
-
-
-def test_bad_operands_are_refused():
-    x, _, weight = operands((16, 512), torch.bfloat16)
-    with pytest.raises(ValueError, match="weight is on cpu but x is on cuda"):
-        rms_norm(x, weight.cpu(), EPS)
-    with pytest.raises(ValueError, match="rows of 20000 elements on a GPU"):
-        rms_norm(torch.ones(1, 20000, device="cuda"), torch.ones(20000, device="cuda"), EPS)

@@ -5,8 +5,6 @@ import random
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
@@ -14,9 +12,6 @@ from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
-)
-from rl_consistency.kernels.sampling.statistics_triton import (
-    order_key,
 )
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.parity.bytes import same_bytes
@@ -212,22 +207,6 @@ def test_random_numbers_have_the_bits_of_the_host():
         assert found.cpu().numpy().tobytes() == expected
     nothing = philox_uniforms(keys[:0].cuda(), positions[:0].cuda())
     assert nothing.shape == (0,) and nothing.is_cuda
-
-
-def test_keys_rank_as_a_sort_does():
-    patterns = torch.arange(-(2**31), 2**31, 4099, device="cuda").to(torch.int32)
-    values = patterns.view(torch.float32)
-    keys = torch.empty_like(patterns)
-    key_kernel[(triton.cdiv(len(values), 1024),)](values, keys, len(values), N=1024)
-    # By the CPU, whose sort is the definition for NaN of either sign too.
-    orders = [torch.sort(x.cpu(), stable=True, descending=True).indices for x in (values, keys)]
-    assert torch.equal(*orders)
-
-
-@triton.jit
-def key_kernel(x, y, count, N: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    tl.store(y + i, order_key(tl.load(x + i, mask=i < count)), mask=i < count)
 
 
 def test_the_digest_is_that_of_a_cpu():

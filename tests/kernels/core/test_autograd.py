@@ -11,7 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_consistency.kernels.core import autograd, torch_op
-from rl_consistency.kernels.core.autograd import at_backward_errors, observed, once_differentiable
+from rl_consistency.kernels.core.autograd import at_backward_errors, once_differentiable
+from rl_consistency.kernels.core.torch_op import observed
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.pointwise.embedding import embedding_fwd
@@ -154,9 +155,9 @@ def test_a_tensor_without_values_is_dispatched_to_the_fake():
 
 def test_a_kernel_reads_numbers_and_plain_tensors_only():
     two = TwoTensor(X, X)
-    assert autograd.plain([X, nn.Parameter(X), None, 2, 0.5, True, "nt", torch.float32])
+    assert torch_op.plain([X, nn.Parameter(X), None, 2, 0.5, True, "nt", torch.float32])
     for other in (two, nn.Parameter(two), X.to("meta"), [X], [two]):
-        assert not autograd.plain([X, other])
+        assert not torch_op.plain([X, other])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

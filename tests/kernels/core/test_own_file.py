@@ -54,19 +54,6 @@ def test_a_folder_that_others_could_write_to_is_closed_and_says_so(tmp_path):
         make_own(link)
 
 
-def test_an_interrupt_right_after_the_rename_stays_one(tmp_path, monkeypatch):
-    replaced = own_file.os.replace
-
-    def interrupted(*names):
-        replaced(*names)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(own_file.os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        replace_whole(path := tmp_path / "file.json", {"a": 1})
-    assert json.loads(path.read_text()) == {"a": 1} and [*tmp_path.iterdir()] == [path]
-
-
 def test_a_folder_that_its_user_made_read_only_stays_so(tmp_path):
     folder = tmp_path / "kept"
     folder.mkdir()
@@ -74,14 +61,6 @@ def test_a_folder_that_its_user_made_read_only_stays_so(tmp_path):
     assert make_own(folder) and folder.stat().st_mode & 0o777 == 0o500
     folder.chmod(0o555)
     assert make_own(folder) and folder.stat().st_mode & 0o777 == 0o500
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    make_own(tmp_path / "own")
-    replace_whole(path := tmp_path / "own" / "file.json", "x" * 50)
-    monkeypatch.setattr(own_file, "MOST_BYTES", 50)
-    with pytest.raises(ValueError, match="it has 52 bytes"):
-        own_text(path)
 
 
 def test_one_holds_a_lock_at_a_time(tmp_path):

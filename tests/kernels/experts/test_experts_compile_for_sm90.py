@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kernels.attention.compile_for_sm90 import SHARED
 from tests.kernels.experts import compile_for_sm90
 
@@ -29,6 +31,7 @@ MOST_SPILLED = {"fold_runs_tma_kernel": 160}
 beside all their accumulators; on an H200 they are the fastest of their kind."""
 
 
+@pytest.mark.thorough
 def test_every_kernel_compiles_and_fits_a_multiprocessor(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

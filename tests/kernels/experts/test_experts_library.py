@@ -144,6 +144,7 @@ def test_every_third_call_is_audited_and_a_difference_withdraws(on_this_machine,
     assert not takes(weights, "nt", PAIRS)
 
 
+@pytest.mark.thorough
 def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch):
     router, gate_up, down = (
         w.detach() for w in parameters(torch.bfloat16, experts=8, hidden=64, width=48)

@@ -10,8 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rl_consistency.kernels.gradient_fold import gradient_buffer
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.gradient_fold.uses import (

@@ -10,9 +10,8 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_rows,
     fold_step_sums,
 )
-from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
 
 TOKENS = 176
 CUTS = ([16], [32, 48], [160], list(range(16, TOKENS, 16)), [48, 64, 144])
@@ -47,13 +46,6 @@ def folded(shape, fold, cuts=()):
     for span in spans(cuts):
         fold(buffer, span)
     return buffer
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
-def test_matches_fp64(name, dtype):
-    shape, fold, exact = folds(dtype)[name]
-    assert_within(folded(shape, fold), exact, "reduction", torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

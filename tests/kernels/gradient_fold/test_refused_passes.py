@@ -8,8 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rl_consistency.kernels.gradient_fold import gradient_buffer
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import (
+    BackwardPasses,
+    ForwardPass,
+    GradientBuffer,
+)
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.gradient_fold.uses import ALL, TOKENS, backward, loss, parameter, spans, use
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.gradient_fold import backward_passes
+from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.kernels.gradient_fold.gradient_buffer import fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 
@@ -74,12 +74,12 @@ def hold_ends(monkeypatch):
     """A list that keeps the ends of passes alive, as a thread of autograd's does."""
     held = []
 
-    class Held(backward_passes._End):
+    class Held(gradient_buffer._End):
         def __init__(self, passes):
             super().__init__(passes)
             held.append(self)
 
-    monkeypatch.setattr(backward_passes, "_End", Held)
+    monkeypatch.setattr(gradient_buffer, "_End", Held)
     return held
 
 

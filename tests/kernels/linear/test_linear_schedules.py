@@ -17,7 +17,6 @@ from rl_consistency.kernels.linear.schedules import (
     pick_qkv,
 )
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES
-from rl_consistency.kernels.matmul.schedules import Schedule
 
 SMALLEST_SHARED, RESERVED = 99 * 1024, 1024
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,12 +24,6 @@ SMALL, LARGE = (896, 128, 128), (4096, 1024, 1024)
 """Columns of q, k and v of Qwen2.5-0.5B and of Qwen3-8B."""
 WIDTHS = (1024, 3072, 8192, 12288, 18944)
 """Columns of gate, with tiles for less than a multiprocessor each up to more than three."""
-
-
-@pytest.mark.parametrize("table", [QKV, GATE_UP, FEW_ROWS_FP32])
-def test_names_are_unique_and_say_everything(table):
-    assert len({schedule.name for schedule in table}) == len(table)
-    assert all(Schedule.named(schedule.name) == schedule for schedule in table)
 
 
 def test_a_table_holds_what_is_picked_and_nothing_else():

@@ -3,20 +3,16 @@
 No GPU is needed: every schedule was timed at every shape.
 """
 
-from functools import partial
-from itertools import product
-
 import pytest
 import torch
 
 from benchmarks.shapes import BANDS
-from benchmarks.tune.random_times import mean_and_lowest, misfit, timed_products
+from benchmarks.tune.random_times import mean_and_lowest, timed_products
 from rl_consistency.kernels.matmul import schedules
 from rl_consistency.kernels.matmul.cublaslt import LIBRARY_ROWS, prefers_library
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
     Schedule,
-    expected_us,
     pick,
 )
 
@@ -101,35 +97,3 @@ def test_one_schedule_for_all_shapes_fails_the_bars(monkeypatch):
 def test_every_candidate_by_descriptor_has_a_cost():
     assert set(schedules.STEP_US) == {s.name for s in CANDIDATES if s.kind == "tma"}
     assert all(Schedule.named(name).name == name for name in schedules.STEP_US)
-
-
-def schedules_misfit():
-    def expected(name, timed):
-        return expected_us(BY_NAME[name], *timed.shape[1:]) if name in BY_NAME else None
-
-    return misfit(FITTED, expected)
-
-
-@pytest.mark.parametrize("factor", [0.8, 1.25])
-@pytest.mark.parametrize("figure", ["MEMORY", "TILE_US", "LAUNCH_US", "OVERLAPPED_LAUNCH_US"])
-def test_no_other_figure_fits_the_fitted_half_better(monkeypatch, figure, factor):
-    fitted = schedules_misfit()
-    assert fitted < 0.12**2
-    monkeypatch.setattr(schedules, figure, getattr(schedules, figure) * factor)
-    assert schedules_misfit() > fitted
-
-
-@pytest.mark.parametrize("factor", [0.8, 1.25])
-def test_no_other_step_fits_the_fitted_half_better(monkeypatch, factor):
-    fitted = schedules_misfit()
-    for name, us in list(schedules.STEP_US.items()):
-        with monkeypatch.context() as patch:
-            patch.setitem(schedules.STEP_US, name, us * factor)
-            assert schedules_misfit() > fitted, name
-
-
-def test_more_work_is_never_expected_to_take_less_time():
-    sizes = (64, 500, 1024, 4096, 20000)
-    for m, n, k in product((1, 16, 100, 1000, 16384), sizes, sizes):
-        us = partial(expected_us, CANDIDATES[0])
-        assert us(m, n, k) < min(us(2 * m, n, 2 * k), us(m, 2 * n, 2 * k))

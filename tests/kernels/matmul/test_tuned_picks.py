@@ -5,17 +5,6 @@ import torch
 
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Winner, findings_of, forget_picks
-from rl_consistency.kernels.gradient_fold import schedules as fold_schedules
-from rl_consistency.kernels.gradient_fold.schedules import fold_work
-from rl_consistency.kernels.linear.schedules import (
-    GATE_UP,
-    QKV,
-    few_rows_candidates,
-    gate_up_work,
-    pick_gate_up,
-    pick_qkv,
-    qkv_work,
-)
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
     POINTER,
@@ -68,34 +57,6 @@ def test_a_pointer_product_never_takes_a_descriptor_schedule(winners):
     with pytest.warns(UserWarning, match="is no schedule of this op"):
         found = pick(64, 8, 8, BF16, "nt", False, BF16, CPU)
     assert found == pick(64, 8, 8, BF16, "nt", False)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_fused_launches_take_their_winners(winners, dtype):
-    columns, k = (64, 32, 32), 128
-    rule = pick_qkv(16, dtype)
-    winner = other_than(rule, few_rows_candidates(QKV, dtype, tma=False))
-    winners(qkv_work(dtype, 16, columns, k), winner.name)
-    assert pick_qkv(9, dtype, columns, k, CPU) == winner
-    assert pick_qkv(9, dtype, columns, k) == pick_qkv(9, dtype, (64, 32, 16), k, CPU) == rule
-    rule = pick_gate_up(16, 64, dtype, True)
-    winner = other_than(rule, few_rows_candidates(GATE_UP, dtype, tma=True))
-    winners(gate_up_work(dtype, True, 16, 64, k), winner.name)
-    assert pick_gate_up(16, 64, dtype, True, k, CPU) == winner
-    assert pick_gate_up(16, 64, dtype, True, k) == rule
-
-
-@pytest.mark.parametrize(("dtype", "tma"), [(BF16, True), (BF16, False), (FP32, True)])
-def test_a_gradient_takes_its_winner(winners, dtype, tma):
-    sizes = 4096, 1024, 3072
-
-    def picked(device):
-        return fold_schedules.pick(*sizes, dtype, tma=tma, processors=132, device=device)
-
-    winner = other_than(picked(None), fold_schedules.candidates(dtype, tma=tma))
-    name = findings_module.schedule_name(winner)
-    winners(fold_work(*sizes, dtype, tma=tma), name)
-    assert picked(CPU) == winner != picked(None)
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64, 128, 1024, 4096, 16384])

@@ -7,7 +7,6 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 
 ROWS, V = 40, 101
@@ -111,29 +110,6 @@ def test_a_token_outside_the_support_has_no_probability():
     assert one.logprobs_of(torch.tensor([0])).tolist() == [-math.inf]
     assert one.probabilities()[0, 0] == 0
     assert torch.isfinite(one.entropy()).all()
-
-
-def test_rows_do_not_depend_on_the_batch():
-    values, rows = logits(), mixed_rows()
-    whole = results(values, rows)
-    indices = [[i] for i in range(ROWS)] + [range(7), range(5, 33), [3] * 9, [3, 1, 2]]
-    indices += [torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))]
-    for index in map(list, indices):
-        expected = {name: value[index] for name, value in whole.items()}
-        assert (
-            first_difference(results(values[index], rows.select(torch.tensor(index))), expected)
-            is None
-        )
-    assert first_difference(results(values, rows), whole) is None
-
-
-def test_truncation_elsewhere_in_the_batch_does_not_matter():
-    plain = SamplingRows.uniform(ROWS, temperature=0.7)
-    alone = results(logits(), plain)
-    rows = SamplingRows.concatenate([plain, SamplingRows.uniform(1, top_k=3)])
-    assert rows.truncates and not plain.truncates
-    both = results(torch.cat([logits(), logits()[:1]]), rows)
-    assert first_difference({name: value[:-1] for name, value in both.items()}, alone) is None
 
 
 def test_the_callers_logits_are_left_alone():

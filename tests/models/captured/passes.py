@@ -4,7 +4,7 @@ from itertools import count
 
 import torch
 
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, layers_op_by_op
+from rl_consistency.models.layer_graphs import CAPTURED_AT, layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.bytes import same_bytes
 from tests.models.captured.recorded_graphs import recorded

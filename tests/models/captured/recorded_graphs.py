@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_consistency.models.captured.graph_pieces import Between
-from rl_consistency.models.captured.layer_graphs import LayerGraphs
+from rl_consistency.models.graph_cache import Between
+from rl_consistency.models.layer_graphs import LayerGraphs
 
 
 class RecordedPieces(TorchDispatchMode):

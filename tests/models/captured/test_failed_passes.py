@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rl_consistency.models.captured.captured_layers import CapturedLayers
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, MOST_MOVES, layers_op_by_op
+from rl_consistency.models.captured_layers import CapturedLayers
+from rl_consistency.models.layer_graphs import CAPTURED_AT, MOST_MOVES, layers_op_by_op
 from tests.models.captured.passes import BATCHES, alone, captured_for, gradients, loss, same
 from tests.models.captured.recorded_graphs import recorded
 

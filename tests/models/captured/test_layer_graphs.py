@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from rl_consistency.models.captured.layer_graphs import CAPTURED_AT, layers_op_by_op
+from rl_consistency.models.layer_graphs import CAPTURED_AT, layers_op_by_op
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 from tests.models.captured.passes import (

@@ -19,7 +19,7 @@ from rl_consistency.models.patch import patch, patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.verify.presets import PRESETS, build_preset
-from tests.models.patch.tiny_models import tiny, tokens
+from tests.models.patch.tiny_models import tiny
 
 
 def dropout(model):
@@ -122,30 +122,12 @@ def test_a_module_that_forward_would_not_find_undoes_the_patch(change, name):
         session.verify()
 
 
-def test_a_reference_to_a_parent_is_named_and_does_not_go_in_circles():
-    model = build_preset("tiny-llama")
-    with patch(model) as session:
-        model.model.norm.above = model
-        with pytest.raises(ConsistencyError, match=r"not live: module model\.norm\.above "):
-            session.verify()
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_verify_fails_when_an_op_is_on_its_stock_path(op):
     model = build_preset("tiny-llama")
     refused = pytest.raises(ConsistencyError, match=f"stock path here: {op}")
     with patch(model) as session, strict(except_={op}), refused:
         session.verify()
-
-
-def test_verify_fails_when_a_setting_was_changed(nothing_held):
-    model = build_preset("tiny-llama")
-    before = torch.get_float32_matmul_precision()
-    with patch(model) as session:
-        torch.set_float32_matmul_precision("medium")
-        with pytest.raises(ConsistencyError, match="float32_matmul_precision is 'medium'"):
-            session.verify()
-    assert torch.get_float32_matmul_precision() == before
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -164,15 +146,6 @@ def test_verify_sees_a_matrix_product_that_depends_on_its_rows(preset, monkeypat
         monkeypatch.setattr(modules, "linear", mutant)
         with pytest.raises(ConsistencyError, match="probe tokens depend on their neighbours"):
             session.verify()
-
-
-def test_a_parameter_replaced_after_patching_is_refused():
-    model = build_preset("tiny-llama")
-    with patch(model):
-        layer = model.model.layers[0].mlp.up_proj
-        layer.weight = nn.Parameter(layer.weight.detach().clone())
-        with pytest.raises(ValueError, match="Linear.weight was replaced after patch"):
-            model(tokens(model))
 
 
 def test_a_session_outliving_its_model_says_so():

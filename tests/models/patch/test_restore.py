@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
-from rl_consistency.models.patch import PatchSession, patch
+from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
 from tests.models.patch.tiny_models import tokens
@@ -98,38 +98,6 @@ def test_a_layer_that_was_taken_out_is_restored_too():
     assert all(p.grad_dtype == p.dtype for p in layer.parameters())
     with patch(model) as session:
         session.verify()
-
-
-def by_name(session):
-    """Swaps what stands at the names of the modules that were patched."""
-    left = [(taken, session.model.get_submodule(taken.name)) for taken in session._taken]
-    for taken, module in left:
-        module.__class__ = taken.stock
-    return left
-
-
-def test_restoring_by_name_makes_an_adapter_a_plain_module(monkeypatch):
-    """Negative control."""
-    monkeypatch.setattr(PatchSession, "_swap_to_stock", by_name)
-    model = build_preset("tiny-qwen3")
-    with patch(model) as session:
-        adapted(LoraLinear)(model)
-        expected = model.model.layers[0].mlp.up_proj
-        with session.stock():
-            assert type(expected) is nn.Linear
-    assert type(expected) is nn.Linear
-
-
-def test_restoring_by_name_ends_at_a_layer_that_was_taken_out(monkeypatch):
-    """Negative control."""
-    monkeypatch.setattr(PatchSession, "_swap_to_stock", by_name)
-    model = build_preset("tiny-qwen3")
-    session = patch(model)
-    shorter(model)
-    with pytest.raises(AttributeError, match="ModuleList has no attribute"):
-        session.restore()
-    with pytest.raises(ValueError, match="patched already"):
-        patch(model)
 
 
 def test_an_adapter_put_into_a_patched_model_is_named_by_every_call():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, Shape
+from rl_consistency.models.graph_cache import Captured
+from rl_consistency.rollout.device.decode_graphs import DecodeCall, DecodeGraphs, Shape
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import CapturedPadded, PaddedShape, RaggedGraphs
+from rl_consistency.rollout.device.ragged_graphs import PaddedCall, PaddedShape, RaggedGraphs
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -18,17 +19,17 @@ class Uncaptured(DecodeGraphs):
 
     shapes: list[Shape]
 
-    def _capture(self, shape: Shape) -> CapturedCall:
+    def _capture(self, shape: Shape) -> Captured[DecodeCall]:
         kept = self._prepare()
         call = self._call(shape)
         self.shapes = [*getattr(self, "shapes", []), shape]
-        return CapturedCall(call, call.run, kept)
+        return Captured(call, call.run, kept)
 
 
 class UncapturedRagged(RaggedGraphs):
     """The same of calls between whose graphs attention runs."""
 
-    def _capture(self, shape: PaddedShape) -> CapturedPadded:
+    def _capture(self, shape: PaddedShape) -> Captured[PaddedCall]:
         kept = self._prepare()
         call = self._call(shape)
         call.run(call.results)  # on padding alone, as before a capture
@@ -36,7 +37,7 @@ class UncapturedRagged(RaggedGraphs):
         def run_again(paged: PagedAttention) -> None:
             call.run(lambda *operands: call.attention(*operands, paged))
 
-        return CapturedPadded(call, run_again, kept)
+        return Captured(call, run_again, kept)
 
 
 def admitted(

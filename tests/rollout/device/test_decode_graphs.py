@@ -27,9 +27,9 @@ from rl_consistency.rollout.device.decode_graphs import (
     context_bound,
     width_for,
 )
+from rl_consistency.rollout.device.device_state import StagedFields, to_device, to_host
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.shared_prefixes import most_runs
-from rl_consistency.rollout.device.staging import StagedFields, to_device, to_host
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -63,12 +63,12 @@ def model() -> Iterator[Qwen3ForCausalLM]:
 def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelRunner:
     runner = ModelRunner(model, block_size=block_size, num_blocks=120, max_num_seqs=MOST)
     if graphs:
-        runner._graphs = Uncaptured(
+        runner.decode_graphs = Uncaptured(
             runner._state,
             runner._cache,
             runner._decode,
-            capacity=runner._capacity,
-            prepare=lambda: rotary_rows(model, runner._capacity),
+            capacity=runner.capacity,
+            prepare=lambda: rotary_rows(model, runner.capacity),
         )
     for cache in [*runner._cache.keys, *runner._cache.values]:
         cache[-1].fill_(torch.nan)  # the dummy block: nobody but padding may read it
@@ -130,7 +130,7 @@ def test_sequences_that_share_keys_are_run_side_by_side(
     monkeypatch.setattr(shared_prefixes, "SHARED_BLOCK", 8)
     eager, captured = runner_of(model, graphs=False), runner_of(model)
     expected = decoded(eager, sharing(eager, sizes, 33), 6)
-    graphs = captured._graphs
+    graphs = captured.decode_graphs
     assert isinstance(graphs, Uncaptured)
     graphs._reads_once = True
     runs: list[Any] = []
@@ -165,8 +165,8 @@ def test_a_run_that_does_not_hold_is_noticed(
 
     monkeypatch.setattr(shared_prefixes, "arranged", too_long)
     captured = runner_of(model)
-    assert captured._graphs is not None
-    captured._graphs._reads_once = True
+    assert captured.decode_graphs is not None
+    captured.decode_graphs._reads_once = True
     with pytest.raises(ValueError, match="not the same ones"):
         decoded(captured, sharing(captured, [3, 3], 33), 2)
 
@@ -177,7 +177,7 @@ def test_a_bucket_moves_no_bit(model: Qwen3ForCausalLM, count: int, params: Samp
     eager, captured = runner_of(model, graphs=False), runner_of(model)
     expected = decoded(eager, prompts(eager, count, params), 6)
     assert decoded(captured, prompts(captured, count, params), 6) == expected
-    assert captured._graphs is not None and len(captured._graphs) == 1
+    assert captured.decode_graphs is not None and len(captured.decode_graphs) == 1
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
@@ -198,8 +198,8 @@ def test_a_width_moves_no_bit(
     texts = decoded(eager, prompts(eager, count), 8)
     found = verified(captured, prompts(captured, count), texts, lengths)
     assert found == [text[1 : 2 + n] for text, n in zip(texts, lengths, strict=True)]
-    assert captured._graphs is not None
-    widths = {shape.width for shape in captured._graphs.shapes}  # type: ignore[attr-defined]
+    assert captured.decode_graphs is not None
+    widths = {shape.width for shape in captured.decode_graphs.shapes}  # type: ignore[attr-defined]
     asked = {width_for(length) for length in lengths}
     assert widths == ({max(asked)} if memory_bound else asked)
 
@@ -295,9 +295,10 @@ def test_stock_attention_gathers_what_the_tables_say(model: Qwen3ForCausalLM) ->
 
 def test_graphs_are_made_once_and_ahead_of_time_where_asked(model: Qwen3ForCausalLM) -> None:
     runner = runner_of(model)
-    runner.warm_up([5, 2], drafts=[0, 2])
-    graphs = runner._graphs
+    graphs = runner.decode_graphs
     assert isinstance(graphs, Uncaptured)
+    for rows, width in ((5, 4), (5, 1), (2, 4), (2, 1)):
+        graphs.captured(graphs.shape_for(rows, width, truncates=False, longest=99))
     assert [(s.rows, s.width) for s in graphs.shapes] == [(6, 4), (6, 1), (2, 4), (2, 1)]
     decoded(runner, prompts(runner, 5), 3)
     assert len(graphs.shapes) == 4
@@ -310,12 +311,16 @@ def test_a_call_for_shared_keys_serves_others_where_it_alone_is_captured(
     model: Qwen3ForCausalLM,
 ) -> None:
     eager, runner = runner_of(model, graphs=False), runner_of(model)
-    graphs = runner._graphs
+    graphs = runner.decode_graphs
     assert isinstance(graphs, Uncaptured)
-    options: dict[str, Any] = {"truncates": False, "longest": 99}
-    wide = graphs.captured(4, 1, **options, shared=True)
-    assert graphs.captured(3, 1, **options, shared=False) is wide
-    assert graphs.captured(2, 1, **options) is not graphs.captured(2, 1, **options, shared=True)
+
+    def captured(rows: int, shared: bool) -> object:
+        shape = graphs.shape_for(rows, 1, truncates=False, longest=99, shared=shared)
+        return graphs.captured(shape)
+
+    wide = captured(4, True)
+    assert captured(3, False) is wide
+    assert captured(2, False) is not captured(2, True)
     assert [(shape.rows, shape.shared) for shape in graphs.shapes] == [
         (4, True), (2, False), (2, True)
     ]  # fmt: skip
@@ -328,17 +333,17 @@ def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(
 ) -> None:
     runner = runner_of(model)
     before = decoded(runner, prompts(runner, 2), 3)
-    assert runner._graphs is not None
+    assert runner.decode_graphs is not None
     with torch.no_grad():
         model.lm_head.weight.mul_(0.5)
     runner.begin()
-    assert len(runner._graphs) == 1
+    assert len(runner.decode_graphs) == 1
     after = decoded(runner, prompts(runner, 2), 3)
     fresh = runner_of(model)
     assert after == decoded(fresh, prompts(fresh, 2), 3) != before
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     runner.begin()
-    assert len(runner._graphs) == 0
+    assert len(runner.decode_graphs) == 0
 
 
 def test_a_rotary_table_outlives_the_one_that_replaces_it(model: Qwen3ForCausalLM) -> None:

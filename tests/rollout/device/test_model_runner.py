@@ -13,13 +13,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.rollout.device.kv_cache import (
+from rl_consistency.rollout.block_manager import (
     DEFAULT_TOKENS_PER_SEQUENCE,
     GPU_CACHE_SHARE,
     cache_bytes,
 )
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedCall
+from rl_consistency.rollout.device.ragged_graphs import RaggedCall
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -254,7 +254,7 @@ def test_the_default_cache_is_bounded_but_holds_one_sequence(
     model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4
-    limit = "rl_consistency.rollout.device.kv_cache.CPU_CACHE_BYTES"
+    limit = "rl_consistency.rollout.block_manager.CPU_CACHE_BYTES"
     monkeypatch.setattr(limit, 20 * block_bytes)
     assert runner_of(model, None, max_num_seqs=3).num_blocks == 20
     monkeypatch.setattr(limit, 2 * block_bytes)

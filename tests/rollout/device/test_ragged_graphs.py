@@ -15,18 +15,17 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.kernels.experts import cpu
-from rl_consistency.models.captured.buckets import FINE_ROWS, bucket_of
-from rl_consistency.models.captured.graph_pieces import borrowed
 from rl_consistency.models.forward import layer_parameters, rotary_rows
+from rl_consistency.models.graph_cache import FINE_ROWS, borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.device import ragged_graphs
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedCall
 from rl_consistency.rollout.device.ragged_graphs import (
     CAPTURED_AT,
     PaddedCall,
     PaddedShape,
+    RaggedCall,
+    RaggedGraphs,
     buckets_up_to,
     most_rows,
     sampled_bucket_of,
@@ -66,12 +65,12 @@ def model() -> Iterator[Qwen3ForCausalLM]:
 def runner_of(model: Any, *, graphs: bool = True, most: int = 256) -> ModelRunner:
     runner = ModelRunner(model, block_size=4, num_blocks=BLOCKS * MOST, max_num_seqs=MOST)
     if graphs:
-        runner._ragged_graphs = UncapturedRagged(
+        runner.ragged_graphs = UncapturedRagged(
             runner._state,
             runner._cache,
             runner._forward,
             most=most,
-            prepare=partial(rotary_rows, model, runner._capacity),
+            prepare=partial(rotary_rows, model, runner.capacity),
         )
     for cache in [*runner._cache.keys, *runner._cache.values]:
         cache[-1].fill_(torch.nan)  # the dummy block: only padding may read it
@@ -109,8 +108,8 @@ def prefilled(
 
 
 def graphs_of(runner: ModelRunner) -> UncapturedRagged:
-    assert isinstance(runner._ragged_graphs, UncapturedRagged)
-    return runner._ragged_graphs
+    assert isinstance(runner.ragged_graphs, UncapturedRagged)
+    return runner.ragged_graphs
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
@@ -263,7 +262,7 @@ def test_other_errors_of_a_capture_pass_through(
 def test_shapes_are_captured_up_to_a_number(
     model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ragged_graphs, "MOST_CAPTURED", 1)
+    monkeypatch.setattr(RaggedGraphs, "most_captured", 1)
     eager, captured = runner_of(model, graphs=False), runner_of(model)
     for lengths in ([5, 9], [60, 50]):
         assert prefilled(captured, lengths) == prefilled(eager, lengths)

@@ -1,11 +1,16 @@
 """Which kernels are compiled ahead: the sizes that stand for all others. On a GPU see tests/gpu."""
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.layout import SHARED_BLOCK
+from rl_consistency.kernels.attention import schedules
+from rl_consistency.kernels.attention.layout import SHARED_BLOCK, PagedAttention
+from rl_consistency.kernels.attention.schedules import plan_forward
+from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.models import decoder, modules
@@ -13,12 +18,18 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import rollout_kernels
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_call import RaggedCall, RaggedShape
-from rl_consistency.rollout.device.rollout_bounds import RolloutBounds, row_counts
-from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
+from rl_consistency.rollout.device.ragged_graphs import RaggedCall, RaggedShape
+from rl_consistency.rollout.device.rollout_kernels import (
+    RolloutBounds,
+    RolloutKernels,
+    continued_shapes,
+    prompt_shapes,
+    row_counts,
+)
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset, preset_config
+from tests.rollout.device.launches import Uncaptured, UncapturedRagged
 
 BF16 = torch.bfloat16
 BOUNDS = RolloutBounds(tokens=2048, sequences=256, longest=32768, batch_sizes=(1, 256))
@@ -63,6 +74,98 @@ def test_numbers_of_rows_are_multiples_of_16_and_others():
     assert row_counts(1) == [1] and row_counts(20) == [1, 2, 4, 8, 16, 17, 20]
 
 
+BLOCK_SIZE = 16
+HEADS = [(14, 2, 64), (16, 8, 128), (28, 4, 128), (8, 1, 64), (20, 20, 80)]
+SIZES = [(40, 600, 512), (256, 8192, 4096), (64, 2048, 40960)]
+"""Sequences, tokens of a step, and tokens of the longest sequence."""
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """An H200, by what it says of itself."""
+    monkeypatch.setattr(schedules, "sm_count", lambda device: 132)
+    for name in ("has_tma", "has_wgmma"):
+        monkeypatch.setattr(schedules, name, lambda device: True)
+
+
+def bounds_of(sequences, tokens, longest):
+    return RolloutBounds(tokens=tokens, sequences=sequences, longest=longest, batch_sizes=(1,))
+
+
+def kernel(queries, pasts, heads, cache):
+    """What tells attention's kernels for these chunks apart."""
+    q = torch.empty(1, heads, cache.shape[-1], dtype=cache.dtype).expand(sum(queries), -1, -1)
+    keys = cache.view(-1, *cache.shape[2:])
+    plan = plan_forward(q, keys, keys, layout_of(queries, pasts, cache), None)
+    dealt = plan.cut and (plan.cut.whole > 0, plan.divided > 0, plan.slices)
+    return plan.schedule, plan.cut and (plan.stored, dealt)
+
+
+def chunks(draw, bounds):
+    """Random lengths of chunks and of what they continue, within the bounds."""
+    count = draw.choice([1, 2, 3, draw.randint(1, bounds.sequences), draw.randint(1, 40)])
+    most = draw.choice([1, 1, 2, 3, 4, 8, 16, 100])
+    queries = [draw.choice([1, draw.randint(1, most)]) for _ in range(count)]
+    while sum(queries) > bounds.tokens:
+        queries.pop()
+    longest = draw.choice([30, 200, bounds.longest - most, bounds.longest - most])
+    return queries, [draw.randint(1, min(longest, bounds.longest - most)) for _ in queries]
+
+
+def layout_of(queries, pasts, cache):
+    contexts = [n + past for n, past in zip(queries, pasts, strict=True)]
+    return PagedAttention(
+        query_starts=[sum(queries[:i]) for i in range(len(queries))],
+        query_lens=queries,
+        context_lens=contexts,
+        block_tables=[range(cdiv(keys, BLOCK_SIZE)) for keys in contexts],
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        key_cache=(cache,),
+        value_cache=(cache,),
+        block_size=BLOCK_SIZE,
+    )
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", HEADS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nearly_every_chunk_behind_a_past_meets_a_kernel_of_the_list(
+    sizes, heads, kv_heads, head_dim, hopper
+):
+    """The others compile when they come."""
+    bounds = bounds_of(*sizes)
+    cache = torch.empty(2, BLOCK_SIZE, kv_heads, head_dim, dtype=BF16)
+    met = {
+        kernel([s.queries] * s.sequences, [s.past] * s.sequences, heads, cache)
+        for s in continued_shapes(bounds)
+    }
+    draw = random.Random(heads)
+    found = [kernel(*chunks(draw, bounds), heads, cache) for _ in range(200)]
+    assert sum(each in met for each in found) >= 0.95 * len(found)
+
+
+def test_each_draft_without_a_graph_samples_more_rows():
+    def most(draft):
+        bounds = replace(bounds_of(3, 100, 64), draft=draft)
+        return max(shape.sampled for shape in prompt_shapes(bounds))
+
+    assert (most(0), most(4)) == (3, 15)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (2, 100, 30), (1, 1, 2), (3, 40, 17)])
+def test_shapes_stay_within_the_bounds_and_continue_a_past(sizes):
+    bounds = bounds_of(*sizes)
+    continued, prompts = list(continued_shapes(bounds)), list(prompt_shapes(bounds))
+    assert len(continued) < 400 and len(prompts) < 90
+    for shape in (*continued, *prompts):
+        assert shape.sequences * shape.queries <= bounds.tokens
+        assert shape.sequences <= bounds.sequences
+        assert shape.past + shape.queries <= bounds.longest
+        assert 1 <= shape.sampled <= shape.sequences * shape.queries
+    assert [{shape.past > 0 for shape in each} for each in (continued, prompts)] == [
+        {True}, {False}
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -98,39 +201,47 @@ def test_layers_that_differ_in_what_they_launch_are_kinds_of_their_own(model):
         layers[1].self_attn.window = window
 
 
-def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatch):
-    asked, captures = [], []
-    compiled = RolloutKernels._compile
+@pytest.fixture
+def asked(monkeypatch):
+    """The bounds that kernels are compiled for, and whether those of captures are among them."""
+    found = []
+    compiled = RolloutKernels.compile
 
-    def noted(self, *a, **named):
-        asked.append(a)
-        captures.append(named["captures"])
-        compiled(self, *a, **named)
+    def noted(self, bounds, *, captures=True):
+        if not self._runner.hooked:
+            found.append((bounds, captures))
+        compiled(self, bounds, captures=captures)
 
-    monkeypatch.setattr(RolloutKernels, "_compile", noted)
+    monkeypatch.setattr(RolloutKernels, "compile", noted)
+    return found
+
+
+def engine_of(model, **settings):
+    sizes: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 5}
+    return RolloutEngine(model, eos_token_id=None, **sizes | settings)
+
+
+def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatch, asked):
     monkeypatch.setattr(rollout_kernels, "SHARED_BLOCK", 2)
-    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
+    engine = engine_of(model)
     plain, truncated = SamplingParams(n=2, max_tokens=3), SamplingParams(top_k=3, max_tokens=3)
     for sampling in (plain, plain, truncated, truncated):
         engine.generate([[1, 2, 3], [4, 5]], sampling)
-    assert [(a[0].truncates, a[0].shares) for a in asked] == [(False, True), (True, False)]
-    bounds = asked[0][1]
+    assert [(b.truncates, b.shares) for b, _ in asked] == [(False, True), (True, False)]
+    bounds = asked[0][0]
     assert (bounds.tokens, bounds.sequences, bounds.longest) == (10, 4, 6)
     assert bounds.batch_sizes == (1, 2, 4)
     engine.warm_up(plain, batch_sizes=[2, 5])
-    assert asked[-1][1].batch_sizes == (2, 5) and asked[-1][1].tokens == 16384
+    assert asked[-1][0].batch_sizes == (2, 5) and asked[-1][0].tokens == 16384
     with pytest.raises(ValueError, match="batch sizes must be 1 to max_num_seqs=5"):
         engine.warm_up(plain, batch_sizes=[6])
     engine.generate([[1] * 40] * 3, plain)
     assert len(asked) == 3
-    assert captures == [False, False, True]  # a capture of prefill comes after several rollouts
+    # A capture of prefill comes after several rollouts.
+    assert [captures for _, captures in asked] == [False, False, True]
 
 
-def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        ModelRunner, "compile_ahead", lambda self, b, *, shares, **_: asked.append(shares)
-    )
+def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, asked):
     common = list(range(SHARED_BLOCK))
     for prompts, n, shares in (
         ([[*common, 1], [*common, 2]], 1, True),
@@ -139,15 +250,9 @@ def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, m
         ([[*common, 1], [7, *common]], 1, False),
     ):
         for prefixes in (True, False):
-            engine = RolloutEngine(
-                model,
-                eos_token_id=None,
-                num_kv_blocks=60,
-                max_num_seqs=5,
-                enable_prefix_sharing=prefixes,
-            )
+            engine = engine_of(model, enable_prefix_sharing=prefixes)
             engine.generate(prompts, SamplingParams(n=n, max_tokens=1))
-            assert asked.pop() == (shares and prefixes)
+            assert asked.pop()[0].shares == (shares and prefixes)
 
 
 @pytest.mark.parametrize(
@@ -161,36 +266,27 @@ def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, m
     ],
 )
 def test_a_later_rollout_compiles_what_the_first_did_not_need(
-    model, monkeypatch, prompts, changes, sizes
+    model, asked, prompts, changes, sizes
 ):
-    asked = []
-    monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b))
-    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
-    first = SamplingParams(max_tokens=3)
+    engine, first = engine_of(model), SamplingParams(max_tokens=3)
     for found in ([[1, 2, 3], [4, 5]], [[4, 5]]):
         engine.generate(found, first)
     assert len(asked) == 1
     for _ in range(2):
         engine.generate(prompts, replace(first, **changes))
-    later = [(b.tokens, b.sequences, b.longest) for b in asked[1:]]
+    later = [(b.tokens, b.sequences, b.longest) for b, _ in asked[1:]]
     assert later == ([] if sizes is None else [sizes])
 
 
-def test_where_a_sequence_may_be_preempted_a_step_may_have_all_that_it_has_sampled(
-    model, monkeypatch
-):
-    asked = []
-    monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b.tokens))
+def test_where_a_sequence_may_be_preempted_a_step_may_have_all_that_it_has_sampled(model, asked):
     for blocks in (6, 8, 9):  # of 16 tokens; a sequence may take three of them
-        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=blocks, max_num_seqs=3)
+        engine = engine_of(model, num_kv_blocks=blocks, max_num_seqs=3)
         engine.generate([[1, 2]] * 3, SamplingParams(max_tokens=40))
-    assert asked == [3 * 42, 3 * 42, 3 * 2]
+    assert [bounds.tokens for bounds, _ in asked] == [3 * 42, 3 * 42, 3 * 2]
 
 
-def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, monkeypatch):
-    asked = []
-    monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b))
-    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
+def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, asked):
+    engine = engine_of(model)
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     engine.generate([[1, 2]], SamplingParams(max_tokens=2))
     handle.remove()
@@ -213,9 +309,33 @@ def test_stock_attention_gathers_nothing_while_kernels_compile(model, monkeypatc
         runner._run(call, [0], truncates=False)
 
 
-def test_nothing_is_compiled_ahead_on_a_cpu(model):
-    runner = ModelRunner(model, block_size=4, num_blocks=20, max_num_seqs=3)
-    assert runner.compile_ahead(BOUNDS, also=[lambda: pytest.fail("called")]) == 0
+def list_of(model, sampling, monkeypatch, **settings):
+    """The calls of a warm-up, as on a GPU."""
+    engine = engine_of(model, max_batch_tokens=40, **settings)
+    kernels, runner = engine._kernels, engine._runner
+    runner.decode_graphs = Uncaptured(
+        runner._state, runner._cache, runner._decode, capacity=64, prepare=runner.prepare
+    )
+    runner.ragged_graphs = UncapturedRagged(
+        runner._state, runner._cache, runner._forward, most=64, prepare=runner.prepare
+    )
+    return runner, kernels._calls(kernels.bounds(sampling, None, 64), captures=True)
+
+
+def test_the_list_runs_as_it_is_and_touches_no_sequence(model, monkeypatch):
+    runner, calls = list_of(model, SamplingParams(top_k=3, n=2), monkeypatch)
+    kept = [*(c[:-1] for c in (*runner._cache.keys, *runner._cache.values))]
+    before = [*(x.clone() for x in kept)], runner._state.last_tokens[:-1].clone()
+    with torch.no_grad():
+        for call in calls:
+            call()
+    assert all(x.equal(old) for x, old in zip(kept, before[0]))
+    assert runner._state.last_tokens[:-1].equal(before[1]) and not runner._state._stale
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu(model, monkeypatch):
+    monkeypatch.setattr(rollout_kernels, "compile_ahead", lambda *_: pytest.fail("called"))
+    engine_of(model).warm_up(SamplingParams(), batch_sizes=[1])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +355,11 @@ def test_ranks_of_one_machine_share_its_cores_and_one_speaks(
         lambda *, quiet: (silent.append(quiet), line(quiet=quiet))[1],
     )
     assert rollout_kernels.local_ranks() == ranks
-    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
+    engine = engine_of(model)
+    monkeypatch.setattr(engine._runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine._runner, "_current_stream", lambda: None)
+    monkeypatch.setattr(rollout_kernels, "compile_ahead", lambda *_: 0)
+    monkeypatch.setattr(engine._runner, "begin", lambda *_: None)
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         engine.warm_up(SamplingParams(max_tokens=3), batch_sizes=[2])

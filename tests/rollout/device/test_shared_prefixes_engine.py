@@ -62,12 +62,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def sharing_engine(model: Any, **settings: Any) -> RolloutEngine:
     engine = RolloutEngine(model, eos_token_id=3, **settings)
     runner = engine._runner
-    runner._graphs = Uncaptured(
+    runner.decode_graphs = Uncaptured(
         runner._state,
         runner._cache,
         runner._decode,
-        capacity=runner._capacity,
-        prepare=lambda: rotary_rows(model, runner._capacity),
+        capacity=runner.capacity,
+        prepare=lambda: rotary_rows(model, runner.capacity),
     )
     return engine
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rl_consistency.rollout.completion import FailedRequestsError
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import content, engine_of, is_idle
 

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, Shape
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -109,10 +109,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool, bool
     """Every graph asked for, as (rows, width, truncates, shared)."""
     asked: list[tuple[int, int, bool, bool]] = []
 
-    def captured(
-        self: Any, rows: int, width: int, *, truncates: bool, longest: int, shared: bool
-    ) -> None:
-        asked.append((rows, width, truncates, shared))
+    def captured(self: Any, shape: Shape) -> None:
+        asked.append((shape.rows, shape.width, shape.truncates, shape.shared))
 
     monkeypatch.setattr(DecodeGraphs, "captured", captured)
     return asked
@@ -121,7 +119,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool, bool
 def with_graphs(engine: RolloutEngine) -> RolloutEngine:
     """The engine as it is on a GPU, where it has a place for graphs."""
     runner = engine._runner
-    runner._graphs = DecodeGraphs(
+    runner.decode_graphs = DecodeGraphs(
         runner._state, runner._cache, runner._decode, capacity=64, prepare=lambda: None
     )
     return engine
@@ -132,7 +130,7 @@ def test_a_warm_up_captures_what_decoding_replays(engine: RolloutEngine, capture
     assert captures == [(rows, 1, False, False) for rows in (6, 4, 2, 1)]
     captures.clear()
     engine.warm_up(SamplingParams(top_p=0.9, speculation=3), batch_sizes=[5])
-    assert captures == [(5, 4, True, False), (5, 1, True, False)]
+    assert captures == [(6, 4, True, False), (6, 1, True, False)]
 
 
 @pytest.mark.parametrize(

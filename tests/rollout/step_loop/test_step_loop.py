@@ -201,6 +201,7 @@ def test_no_block_is_lost_over_ten_thousand_requests(
     assert peak < 150 and len(served.blocks._by_key) <= 15
 
 
+@pytest.mark.thorough
 def test_memory_is_flat_over_ten_thousand_requests(toy: Make, sequence_of: Make) -> None:
     rng = random.Random(6)
     served = toy(num_blocks=15, max_num_seqs=12, max_batch_tokens=48)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.trainers.algorithms import critic as critic_module
-from rl_consistency.trainers.algorithms.critic import Critic
+from rl_consistency.trainers.algorithms.critic import Critic, CriticModel
 from rl_consistency.trainers.policy import load_policy
 
 SEQUENCES = [[1 + (7 * i + j) % 200 for j in range(n)] for i, n in enumerate((5, 17, 2, 33, 9))]
@@ -52,14 +51,13 @@ def test_values_have_the_same_bytes_under_every_grouping_order_and_padding(criti
 
 
 def test_mutant_a_value_that_depends_on_padding_is_seen(critic, monkeypatch):
-    real = critic_module.completion_states
+    real = CriticModel.values
 
-    def padded(policy, sequences, prompt_lengths, mask):
-        states = real(policy, sequences, prompt_lengths, mask)
-        padding = 0 if mask is None else int((mask == 0).sum())
-        return states._replace(hidden=states.hidden * (1 + padding * 2**-7))
+    def padded(self, sequences, prompt_lengths, layout="packed"):
+        factor = 1 + layout.endswith("padded") * 2**-7
+        return [values * factor for values in real(self, sequences, prompt_lengths, layout)]
 
-    monkeypatch.setattr(critic_module, "completion_states", padded)
+    monkeypatch.setattr(CriticModel, "values", padded)
     assert {layout for _, layout in differing(critic)} == {"left_padded", "right_padded"}
 
 

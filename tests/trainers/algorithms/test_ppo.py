@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.trainers.algorithms import critic as critic_module
 from rl_consistency.trainers.algorithms import ppo
+from rl_consistency.trainers.algorithms.critic import CriticModel
 from rl_consistency.trainers.losses import value_loss
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.step_files import MetricsFile
@@ -90,14 +90,13 @@ def test_the_kl_is_in_the_reward_and_not_in_the_loss(tiny_run):
 
 
 def test_mutant_values_that_depend_on_padding_stop_the_run(tiny_run, monkeypatch):
-    real = critic_module.completion_states
+    real = CriticModel.values
 
-    def padded(policy, sequences, prompt_lengths, mask):
-        states = real(policy, sequences, prompt_lengths, mask)
-        padding = 0 if mask is None else int((mask == 0).sum())
-        return states._replace(hidden=states.hidden * (1 + padding * 2**-20))
+    def padded(self, sequences, prompt_lengths, layout="packed"):
+        factor = 1 + layout.endswith("padded") * 2**-20
+        return [values * factor for values in real(self, sequences, prompt_lengths, layout)]
 
-    monkeypatch.setattr(critic_module, "completion_states", padded)
+    monkeypatch.setattr(CriticModel, "values", padded)
     with pytest.raises(ConsistencyError, match="values of the critic depend on how the batch was"):
         tiny_run(**PPO)
 

@@ -164,18 +164,6 @@ def test_rows_with_impossible_ids_give_nan_and_touch_no_others():
     assert same_bytes(y[rest], expected[rest])
 
 
-def test_no_rows_and_no_sequences():
-    x, ids, weights, gate_up, down, _ = case()
-    none = PackedSequences.of([], [])
-    for rows in (0, ROWS):
-        leaves = [t[:rows].clone().requires_grad_() for t in (x, weights)]
-        parameters = [t.clone().requires_grad_() for t in (gate_up, down)]
-        y = experts(leaves[0], ids[:rows], leaves[1], *parameters, none, activation="silu")
-        assert y.shape == (rows, HIDDEN) and not y.any()
-        y.sum().backward()
-        assert not any(t.grad.any() for t in (*leaves, *parameters))
-
-
 def test_sequences_that_share_rows_are_refused_before_a_gradient():
     x, ids, weights, gate_up, down, _ = case()
     layout = PackedSequences.of([0, 10], [12, 10])

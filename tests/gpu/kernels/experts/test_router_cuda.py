@@ -60,24 +60,3 @@ def test_a_captured_graph_equals_eager():
             graph.replay()
             expected = route(x[start : start + 9], weight, TOP_K, normalize=True)
             assert all(map(same_bytes, results, expected))
-
-
-def test_compiled_equals_eager():
-    x, weight = operands()
-
-    def routed(x):
-        return route(x, weight, TOP_K, normalize=True)
-
-    with torch.no_grad():
-        assert all(map(same_bytes, torch.compile(routed, fullgraph=True)(x), routed(x)))
-
-
-def test_the_registered_ops_say_shapes_without_data():
-    logits, dweights = probe((9, 128)).to(DEVICE), probe((9, TOP_K)).to(DEVICE)
-    ops = torch.ops.rl_consistency
-    for normalize in (True, False):
-        torch.library.opcheck(ops.router_choice_op.default, (logits, TOP_K, normalize))
-    ids, weights, p = choose_fwd(logits, TOP_K, False)
-    torch.library.opcheck(
-        ops.router_logits_bwd_op.default, (dweights, ids, weights, p, 128, torch.bfloat16)
-    )

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, GradientBuffer
 from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
 from rl_consistency.kernels.linear.op import linear
 from tests.gpu.kernels.gradient_fold.gradient_fold_cases import (

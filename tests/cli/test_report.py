@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.cli.page.plots import save_picture
+from rl_consistency.cli.plots import save_picture
 from rl_consistency.cli.report import _worst_tokens, render
 from rl_consistency.numerics.files import seal
 from rl_consistency.numerics.fingerprint import fingerprint

@@ -8,9 +8,8 @@ backward. No bit moves: the graphs hold the ops that run without them.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,22 +21,23 @@ from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
 )
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.core.autograd import once_differentiable, watched
-from rl_consistency.kernels.core.compile_ahead import compiles_only
+from rl_consistency.kernels.core.autograd import once_differentiable
+from rl_consistency.kernels.core.torch_op import watched
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.matmul.audit import withdrawn_since
-from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of
-from rl_consistency.models.captured.captured_gradients import CapturedGradients
-from rl_consistency.models.captured.captured_layers import CapturedLayers, Layers
-from rl_consistency.models.captured.graph_pieces import GraphPieces, is_out_of_memory
+from rl_consistency.models.captured_layers import CapturedGradients, CapturedLayers, Layers
+from rl_consistency.models.graph_cache import (
+    CAPTURED_AT,
+    OPERATIONS_PER_SECOND,
+    GraphCache,
+    GraphPlace,
+    bucket_of,
+)
 from rl_consistency.models.modules import LayerCall, is_unobserved
 from rl_consistency.numerics.strict import current
 
 HOST_SECONDS = 5e-3
 """What the host takes for a layer forward and backward, op by op (4 to 7 ms on three hosts)."""
-
-CAPTURED_AT = 4
-"""The forward pass of a number of rows that captures it: capturing takes as long as three steps."""
 
 MOST_CAPTURED = 32
 """Numbers of rows that are captured at most."""
@@ -61,33 +61,25 @@ def layers_op_by_op() -> Iterator[None]:
         _op_by_op.reset(token)
 
 
-class GraphPlace:
-    """A stream and a pool of memory that all graphs of a model are captured in."""
+class LayersPlace(GraphPlace):
+    """Where the layers of a model are captured; it knows what memory that takes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        super().__init__(device)
         self._reserved = self._kept = 0
         self._last: Any = None  # event of the latest replay
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """See `captured_layers.Place`."""
+        """The runs before a capture; what they took is given back."""
         # A capture takes no memory that the allocator keeps for others, or for this stream.
         torch.cuda.empty_cache()
         self._reserved = torch.cuda.memory_reserved(self._device)
-        before = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(before)
         try:
-            with torch.cuda.stream(self._stream):
+            with super().warming():
                 yield
         finally:
-            before.wait_stream(self._stream)
             torch.cuda.empty_cache()
-
-    def pieces(self) -> GraphPieces:
-        """A call to capture."""
-        return GraphPieces(self._pool, self._stream)
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -116,10 +108,6 @@ class GraphPlace:
         """Give back the memory of graphs that were dropped."""
         torch.cuda.empty_cache()
 
-    def leave(self) -> None:
-        """Wait for the replays of graphs that are dropped now."""
-        torch.cuda.synchronize(self._device)
-
 
 class _Pass:
     """A forward pass through graphs, until it has gone backward or is dropped."""
@@ -127,33 +115,32 @@ class _Pass:
     done = False
 
 
-class LayerGraphs:
+class LayerGraphs(GraphCache[int, CapturedLayers]):
     """The captured layers of one decoder, by their number of rows.
 
     All lie in one pool of memory, so one forward pass at a time has its activations there. Another
     pass that comes before it has gone backward runs op by op.
     """
 
-    place: Callable[[torch.device], Any] = GraphPlace
+    captured_at, most_captured = CAPTURED_AT, MOST_CAPTURED
+    without_memory = (
+        "training steps of {rows} rows or more are not captured as CUDA graphs: {reason}. They run "
+        "op by op, with the same bits and more work for the host."
+    )
+    place = LayersPlace
     device_type = "cuda"
 
     def __init__(self) -> None:
-        self._captured: dict[int, CapturedLayers] = {}
-        self._asked: dict[int, int] = {}
-        self._room: int | None = None  # rows that there was memory for
+        super().__init__()
         self._model: _Model | None = None
         self._addresses: list[Any] = []
         self._row_bytes = 0.0  # of activations
         self._gradients: CapturedGradients | None = None
-        self._place: Any = None
         self._moves = 0
         self._lock = threading.Lock()
         """Held while graphs are looked for and replayed: all of them share their memory."""
         self._latest: weakref.ref[_Pass] | None = None
         """The pass whose activations lie in the pool."""
-
-    def __len__(self) -> int:
-        return len(self._captured)
 
     def run(
         self,
@@ -200,24 +187,22 @@ class LayerGraphs:
         if not self._covers(hidden, call, state) or self._is_busy():
             return None
         if self._model is None or self._model.state != state:
-            self._drop()
-            self._model, self._room, self._moves = _Model(state, modules), None, 0
+            self.drop()
+            self._model, self._moves = _Model(state, modules), 0
         if (addresses := self._model.addresses()) != self._addresses:
             self._moves += len(self._captured) > 0
-            self._drop()
-            self._addresses = addresses
+            room = self._room
+            self.drop()
+            self._addresses, self._room = addresses, room
             if self._moves > MOST_MOVES:
-                self._give_up(1, "weights were moved or frozen again and again")
+                self.give_up(1, "weights were moved or frozen again and again")
                 self._moves = 0
         rows = bucket_of(hidden.shape[1])
-        if rows > self._model.most_rows or (self._room is not None and rows > self._room):
+        if rows > self._model.most_rows or not self.has_room(rows):
             return None
-        if rows in self._captured or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self._captured.get(rows)
-        self._asked[rows] = asked = self._asked.get(rows, 0) + 1
-        if asked < CAPTURED_AT or len(self._captured) >= MOST_CAPTURED:
-            return None
-        return self._capture(layers, rows, hidden, call)
+        return self.get(rows, rows, layers, hidden, call)
 
     def _covers(self, hidden: Tensor, call: LayerCall, state: Any) -> bool:
         """Whether a call may run through graphs at all."""
@@ -228,7 +213,6 @@ class LayerGraphs:
             and not state.hooked
             and not current().stock
             and not _op_by_op.get()
-            and not compiles_only()
             and not watched()
             and not torch.is_anomaly_enabled()  # it reads every gradient
             and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -240,62 +224,45 @@ class LayerGraphs:
         latest = None if self._latest is None else self._latest()
         return latest is not None and not latest.done
 
-    def _drop(self) -> None:
-        place, self._place = self._place, None  # torch forgets a pool that no graph uses
-        if self._captured:
-            place.leave()
-        self._captured.clear()
-        self._asked.clear()
+    def drop(self) -> None:
+        """Forget all graphs, and give their memory back."""
+        place = self._place
+        super().drop()
         self._gradients = self._latest = None
         if place is not None:
             place.release()
 
     def _capture(
-        self, layers: Layers, rows: int, hidden: Tensor, call: LayerCall
+        self, rows: int, layers: Layers, hidden: Tensor, call: LayerCall
     ) -> CapturedLayers | None:
-        """The layers captured; None where they cannot be, or memory is missing."""
+        """The layers captured; None where they cannot be, or take too much memory."""
         assert self._model is not None
         if not (buffers := self._model.buffers()):
             self._room = 0
             return None
-        if self._place is None:
-            self._place = self.place(hidden.device)
-        found, fault = None, ""
-        try:
-            self._gradients = self._gradients or CapturedGradients(buffers)
-            found = CapturedLayers(rows, hidden, call.position_embeddings, self._gradients)
-            found.capture(layers, self._place)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                self._room = 0  # it would fail again
-                raise
-            fault = f"no memory ({error})"
-        taken, share = self._place.taken()
-        if not fault and share > MOST_MEMORY:
-            fault = f"{taken / 2**30:.1f} GiB of activations"
-        if fault or found is None:
+        self._gradients = self._gradients or CapturedGradients(buffers)
+        found = CapturedLayers(rows, hidden, call.position_embeddings, self._gradients)
+        place = self.in_place(hidden.device)
+        found.capture(layers, place)
+        taken, share = place.taken()
+        if share > MOST_MEMORY:
             del found
-            self._give_up(rows, fault)
+            self.give_up(rows, f"{taken / 2**30:.1f} GiB of activations")
             return None
         self._row_bytes = max(self._row_bytes, taken / rows)
-        self._captured[rows] = found
         return found
+
+    def give_up(self, rows: int, reason: str) -> None:
+        """Drop all graphs, since one pool holds them; smaller ones are captured again."""
+        self.drop()
+        super().give_up(rows, reason)
 
     def _make_room(self, rows: int) -> None:
         """Drop all graphs, for good, if a pass of so many rows op by op would lack their memory."""
         if not (self._captured and torch.is_grad_enabled()) or self._is_busy():
             return
         if rows * self._row_bytes > self._place.free():
-            self._give_up(1, "larger steps need the memory")
-
-    def _give_up(self, rows: int, reason: str) -> None:
-        self._drop()  # one pool holds them all; smaller ones are captured again
-        self._room = rows - 1
-        warnings.warn(
-            f"training steps of {rows} rows or more are not captured as CUDA graphs: {reason}. "
-            "They run op by op, with the same bits and more work for the host.",
-            stacklevel=2,
-        )
+            self.give_up(1, "larger steps need the memory")
 
 
 def most_rows(layer: nn.Module) -> int:

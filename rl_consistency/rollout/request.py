@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -14,13 +15,25 @@ from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.drafter import Drafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.stop_strings import Detokenizer, StopStrings
+from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence, StopStrings
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `generate`, `stream` and `submit` take beside prompts and sampling params."""
+
+    prompt_ids: Sequence[int] | None
+    """Stable ids, in [0, 2**64), that key the random stream; a prompt keeps its samples when it
+    keeps its id. Default: the index in `prompts`."""
+    request_ids: Sequence[str] | None
+    """Names for `cancel` and for error messages, different from those of unfinished requests.
+    Default: made up."""
+    weights_digest: str | None
+    """`model_digest` of the weights as the trainer left them, to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """What a request has to fit, and what its samples need."""
+class RequestFactory:
+    """Makes the sequences of requests: what these have to fit, and what samples need."""
 
     vocab_size: int
     context_length: int  # most tokens of a sequence, prompt and completion

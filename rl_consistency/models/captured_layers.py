@@ -3,12 +3,18 @@
 Attention lies between the graphs, since its grids differ from batch to batch. Everything else is
 captured as autograd runs it, so a replay computes what the ops would compute one by one. Rows past
 those of a batch hold zeros, and so do their gradients: they add nothing to any fold.
+
+Graphs fold into accumulators at fixed addresses, lent to one pass after another. A graph continues
+those it was captured with. Before a replay they hold what the pass goes on from, and afterwards
+they are what it hands to autograd. From the second micro-batch of a step on `.grad` lies in them
+already, and nothing is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,25 +28,27 @@ from rl_consistency.kernels.attention.op import (
     empty_results,
 )
 from rl_consistency.kernels.core.autograd import once_differentiable
+from rl_consistency.kernels.gradient_fold.gradient_buffer import (
+    GradientBuffer,
+    adds_to_gradient,
+    filled,
+)
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
-from rl_consistency.models.captured.captured_gradients import CapturedGradients
-from rl_consistency.models.captured.graph_pieces import GraphPieces, borrowed
+from rl_consistency.models.graph_cache import GraphPieces, borrowed
 from rl_consistency.models.modules import LayerCall
 
 Layers = Callable[[Tensor, LayerCall], Tensor]
 """(hidden [1, R, H], call) -> hidden [1, R, H] after the layers and the final norm."""
 
+ELSEWHERE = "Call optimizer.zero_grad() and leave .grad in place, or patch(cuda_graphs=False)."
+
 
 class Place(Protocol):
-    """Where graphs are captured: one stream and one pool of memory for all of them."""
+    """Where graphs are captured, see `GraphPlace`."""
 
-    def warming(self) -> AbstractContextManager[None]:
-        """Inside the block calls run where they will be captured; what they took is given back."""
-        ...
+    def warming(self) -> AbstractContextManager[None]: ...
 
-    def pieces(self) -> GraphPieces:
-        """A call to capture."""
-        ...
+    def pieces(self) -> GraphPieces: ...
 
     def use(self) -> AbstractContextManager[None]:
         """Inside the block replays are queued, behind those on other streams."""
@@ -62,6 +70,104 @@ class Padded:
         if used < before:
             self.rows[:, used:before].zero_()
         self._used = used
+
+
+class CapturedGradients:
+    """The accumulators of some parameters, of one use each."""
+
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self.parameters = [buffer.parameter for buffer in buffers]
+        self._buffers = buffers
+        self._own = [filled(parameter, zeroed=True) for parameter in self.parameters]
+        self._alone = [_references(own) for own in self._own]
+        self._places = {own.data_ptr() for own in self._own}
+
+    @contextmanager
+    def folded_into(self) -> Iterator[None]:
+        """Have the folds inside the block, which is captured, continue the accumulators."""
+        with ExitStack() as stack:
+            for buffer, own in zip(self._buffers, self._own, strict=True):
+                stack.enter_context(buffer.folding_into(own))
+            yield
+
+    def fold(
+        self, op: int, nodes: Sequence[Any], replay: Callable[[], None]
+    ) -> list[Tensor | None]:
+        """Run `replay` in the backward pass that goes on; what a backward function returns for each
+        parameter. `op` is autograd's number of that function, `nodes` where the gradients go."""
+        zeroed: list[Tensor] = []
+        loads, stores, restores = _Copies(), _Copies(), _Copies()
+        if {own.data_ptr() for own in self._own} != self._places:
+            raise ValueError(f"the memory of a gradient was resized. {ELSEWHERE}")
+        results: list[Tensor | None] = []
+        for i, (buffer, own, node) in enumerate(zip(self._buffers, self._own, nodes, strict=True)):
+            accumulates = adds_to_gradient(node) if self.parameters[i].requires_grad else None
+            found = None if accumulates is None else buffer.begin(op, accumulates)
+            if found is not None and found.data_ptr() == own.data_ptr():
+                results.append(found)
+                continue
+            if found is not None and found.data_ptr() in self._places:
+                raise ValueError(f"a parameter was given the gradient of another one. {ELSEWHERE}")
+            # Somebody has what an earlier pass was given: `.grad`, or a caller who kept it.
+            lent = _references(own) != self._alone[i]
+            if lent:
+                kept = own.clone()
+            if found is None:
+                zeroed.append(own)
+            else:
+                loads.add(own, found)
+            result = found
+            if accumulates is None:
+                result = None
+            elif found is not None:
+                stores.add(found, own)
+            elif lent:
+                result = torch.empty_like(own)
+                stores.add(result, own)
+            else:
+                result = own.data  # an alias with a version of its own, which autograd looks at
+            results.append(result)
+            if lent:
+                restores.add(own, kept)
+        try:
+            for group in by_dtype(zeroed):
+                torch._foreach_zero_(group)  # pyright: ignore[reportPrivateImportUsage]
+            loads.run()
+            replay()
+            stores.run()
+        finally:
+            restores.run()  # whatever happened, what others hold is theirs
+        return [
+            None if result is None else buffer.finish(result)
+            for buffer, result in zip(self._buffers, results, strict=True)
+        ]
+
+
+class _Copies:
+    """Copies that are made one after another, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, to: Tensor, source: Tensor) -> None:
+        self._pairs.append((to, source))
+
+    def run(self) -> None:
+        for to, source in self._pairs:
+            to.copy_(source)
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lists that one launch each can take."""
+    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.dtype].append(tensor)
+    return list(found.values())
+
+
+def _references(tensor: Tensor) -> int:
+    """Tensors over this memory, and what it takes to ask."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class CapturedLayers:

@@ -20,7 +20,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.numerics.files import unfinished
+from rl_consistency.numerics.files import replace, unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
 from rl_consistency.parity.metrics import DRIFT_SECTION, Panel, Section
 from rl_consistency.trainers.run_directory.directory import own_file
@@ -100,7 +100,7 @@ def save_picture(run_dir: str | os.PathLike[str]) -> Path:
     rows, target = load_rows(run_dir), own_file(Path(run_dir), "drift.png")
     with unfinished(target.parent) as place:
         drift_picture(rows).savefig(place / target.name, format="png", dpi=160)
-        os.replace(place / target.name, target)
+        replace(place / target.name, target)
     return target
 
 

@@ -1,7 +1,10 @@
-"""Which schedule of attention a call gets, how its tiles are dealt, and which kernel that is."""
+"""Which schedule of attention a call gets, how its tiles are dealt, which kernel that is, and how
+the kernel reads a cut."""
 
+import random
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +12,9 @@ import torch
 from rl_consistency.kernels.attention import forward_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.hopper import decode
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS, shared_bytes
 from rl_consistency.kernels.attention.layout import (
-    AlikeSequences,
     PackedSequences,
     PagedAttention,
     SharedRun,
@@ -27,6 +30,7 @@ from rl_consistency.kernels.attention.schedules import (
     PREFILL_HOPPER,
     PREFILL_WIDE_DESCRIPTORS,
     Cut,
+    cut_for,
     decode_cut,
     key_block,
     padded,
@@ -80,10 +84,6 @@ def test_long_tiles_shared_by_programs_are_folded_in_slices():
         assert picked(contexts) == DECODE_SPREAD
 
 
-def test_short_tiles_shared_by_programs_are_folded_by_the_last():
-    assert picked([2048]) == picked([8191 - 127] * 4) == picked([8192], heads=16) == DECODE_LAST
-
-
 @pytest.mark.parametrize(
     ("head_dim", "ring"), [(64, DECODE_DEEP), (112, DECODE_DEEP), (128, DECODE_LAST)]
 )
@@ -125,10 +125,6 @@ def test_heads_of_48_to_256_are_prefilled_with_specialised_warps_where_rows_are_
     assert picks(0) == picks(16) == PREFILL_HOPPER
     # 16 bytes from line to line: their addresses are not seen as aligned.
     assert picks(8) == others
-
-
-def test_more_tiles_than_multiprocessors_do_not():
-    assert picked([8192] * 17, head_dim=96) == picked([384] * 17, head_dim=96) == DECODE_LAST
 
 
 def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
@@ -201,13 +197,6 @@ def test_only_calls_that_share_keys_and_have_no_window_leave_keys_to_another_ker
     assert not reads_once(k, PackedSequences.of([0], [5]), None)
 
 
-def test_a_cut_that_does_not_fit_its_tiles_is_refused():
-    layout = paged([512, 512])
-    cache, q = layout.key_cache[0][0], torch.empty(2, 8, 128, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="for 16 tiles; each needs a program"):
-        plan_forward(q, cache, cache, layout, cut=Cut(0, 15))
-
-
 def test_programs_that_share_a_tile_keep_its_factors_in_tensors_of_their_own(monkeypatch):
     """Triton compiles another kernel for an address that is not on 16 bytes."""
     launched = {}
@@ -220,17 +209,6 @@ def test_programs_that_share_a_tile_keep_its_factors_in_tensors_of_their_own(mon
     operands = [x for x in launched["attention_combine_kernel"] if isinstance(x, torch.Tensor)]
     sums = [x for x in operands if x.is_floating_point()]
     assert len(sums) == 7 and all(x.data_ptr() % 16 == 0 for x in sums)
-
-
-@pytest.mark.parametrize("queries", [1, 3, 40])
-def test_alike_sequences_have_the_plan_of_the_layout_that_they_stand_for(queries):
-    for count, past in ((1, 16), (7, 500), (40, 3000)):
-        layout = paged([past + queries] * count, queries)
-        cache = layout.key_cache[0]
-        alike = AlikeSequences.of(count, queries, past, cache)
-        q, k = torch.empty(1, 32, 128, dtype=torch.bfloat16), cache[0]
-        assert plan_forward(q, k, k, alike) == plan_forward(q, k, k, layout)
-        assert plan_forward(q, k, k, alike, 100) == plan_forward(q, k, k, layout, 100)
 
 
 RESIDENT = [
@@ -258,3 +236,98 @@ def test_programs_that_share_tiles_fit_a_multiprocessor_together(schedule, resid
             ring = schedule.ring * keys * dim * 2 + 16 * keys * 2
             held = max(ring, shared_bytes(stored, padded(dim) // slices, schedule.resident)) + 16
             assert resident * (held + RESERVED) <= SHARED
+
+
+FORMS = [(7, Cut(7, 7)), (7, Cut(0, 21)), (7, Cut(0, 17)), (7, Cut(0, 7)), (7, Cut(4, 11))]
+FORMS += [(7, Cut(4, 13)), (7, Cut(6, 19)), (1, Cut(0, 5)), (330, Cut(264, 528)), (56, Cut(0, 132))]
+
+
+def chosen(tiles, blocks, plain=1, stored=1, dim=128, exact=True):
+    return cut_for(
+        tiles,
+        blocks,
+        4 * stored * (dim + 9),
+        multiprocessors=132,
+        resident=3 if dim == 64 else 2,
+        plain=plain,
+        exact=exact,
+    )
+
+
+@pytest.mark.parametrize("tiles, cut", FORMS, ids=str)
+def test_the_kernel_gives_every_tile_all_of_its_programs_once(tiles, cut, monkeypatch):
+    """Its own lines run, with numbers in place of tensors."""
+    cut.check(tiles)
+    met = {}
+    for program in range(cut.programs):
+        device = SimpleNamespace(
+            program_id=lambda axis, program=program: program,
+            num_programs=lambda axis: cut.programs,
+            where=lambda condition, yes, no: yes if condition else no,
+        )
+        monkeypatch.setattr(decode, "gl", device)
+        forms = cut.whole > 0, cut.whole < tiles
+        tile, part, parts = decode.place_of.fn(cut.whole, tiles - cut.whole, *forms)
+        met.setdefault(tile, []).append((part, parts))
+        if program < cut.whole:
+            assert (tile, part, parts) == (program, 0, 1)
+    assert sorted(met) == list(range(tiles))
+    counts = [len(met[tile]) for tile in range(tiles)]
+    for places in met.values():
+        assert sorted(places) == [(part, len(places)) for part in range(len(places))]
+    divided = counts[cut.whole :]
+    assert divided == sorted(divided, reverse=True) and max(divided, default=0) <= 1 + min(
+        divided, default=0
+    )
+
+
+@pytest.mark.parametrize(
+    "tiles, cut", [(7, Cut(8, 9)), (7, Cut(0, 6)), (7, Cut(7, 8)), (7, Cut(-1, 9))]
+)
+def test_a_cut_that_leaves_a_tile_out_is_refused(tiles, cut):
+    with pytest.raises(ValueError, match="attention: Cut"):
+        cut.check(tiles)
+
+
+def test_every_cut_of_the_rule_is_one():
+    draw = random.Random(0)
+    for _ in range(3000):
+        tiles, blocks = int(2 ** draw.uniform(0, 14)), int(2 ** draw.uniform(0, 9))
+        plain = max(1, min(blocks, 132 // tiles))
+        sizes = draw.choice([1, 4, 16]), draw.choice([64, 128, 256]), draw.random() < 0.5
+        cut = chosen(tiles, blocks, plain, *sizes)
+        cut.check(tiles)
+        divided = tiles - cut.whole
+        assert cut.programs - cut.whole <= max(divided * blocks, plain * divided)
+
+
+@pytest.mark.parametrize(
+    "tiles, blocks, plain, stored, dim, cut",
+    [
+        (330, 149, 1, 1, 128, Cut(264, 528)),
+        (576, 6, 1, 2, 128, Cut(528, 792)),
+        (850, 10, 1, 1, 128, Cut(792, 1056)),
+        (920, 64, 1, 2, 64, Cut(792, 1188)),
+        (56, 140, 2, 1, 128, Cut(0, 528)),
+        (152, 47, 1, 2, 128, Cut(0, 528)),
+        (152, 43, 1, 2, 64, Cut(0, 792)),
+        (207, 32, 1, 1, 128, Cut(0, 528)),
+        (48, 24, 2, 8, 64, Cut(0, 396)),
+        (48, 24, 2, 8, 128, Cut(0, 264)),
+        (20, 225, 6, 8, 256, Cut(0, 264)),
+        (200, 12, 1, 8, 64, Cut(200, 200)),
+        (200, 12, 1, 8, 128, Cut(200, 200)),
+        (121, 8, 1, 8, 128, Cut(121, 121)),
+    ],
+)
+def test_the_rule_takes_what_was_fastest_or_nearly_so_on_an_h100(
+    tiles, blocks, plain, stored, dim, cut
+):
+    """docs/log.md has the times."""
+    assert chosen(tiles, blocks, plain, stored, dim) == cut
+
+
+def test_tiles_whose_lengths_are_bounds_are_divided_only_where_the_device_would_be_idle():
+    assert chosen(152, 256, exact=False) == Cut.even(152, 1)
+    assert chosen(56, 256, plain=2, exact=False) == Cut(0, 264)
+    assert chosen(330, 256, exact=False) == Cut(264, 528)

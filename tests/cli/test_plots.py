@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from rl_consistency.cli.page.plots import (
+from rl_consistency.cli.plots import (
     drift_counts,
     drift_picture,
     save_picture,

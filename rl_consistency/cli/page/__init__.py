@@ -1,1 +1,0 @@
-"""What a run looks like: the HTML page, its panels and pictures."""

@@ -1,1 +1,0 @@
-"""CUDA graphs of the patched model, and what they are captured for."""
