@@ -34,7 +34,7 @@ from benchmarks.timing import Ceilings, row_fields
 from benchmarks.train import _peak_in_fp32, training_step
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.cpu import route_rows
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.experts.route import route
 
 CPU = torch.device("cpu")
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 300) for n, k in ((48, 32), (32, 96))]

@@ -7,6 +7,7 @@ from torch import nn
 from rl_consistency.models.coverage import FUNCTIONAL, Verdict, coverage, markdown
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.verify.presets import PRESETS, build_preset
 
 ROOT = Path(__file__).resolve().parents[2]
