@@ -1,7 +1,8 @@
-"""`python -m benchmarks`: measures this clone and writes what the docs say about it.
+"""`python -m benchmarks`: measures this clone.
 
-The last line of ops, rollout, train, distributed and trl is JSON. Exit status: 0; 1 where a case
-raised or a schedule gave other bytes; 2 on bad input, and where there is no GPU to measure.
+Prints a line a row and, last, JSON: the cases that failed, and of each suite the mean and the
+lowest of stock time / our time. `--json FILE` also gets the rows. Exit status: 0; 1 where a case
+raised, or where an error is above its limit; 2 on bad input, and where there is no GPU to measure.
 """
 
 from __future__ import annotations
@@ -12,124 +13,88 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import triton
 
-from benchmarks import accuracy_doc
-from benchmarks.distributed.suites import distributed_suites
+from benchmarks.distributed import distributed_suites
 from benchmarks.ops.suites import op_suites, random_op_suites
-from benchmarks.results import Results, compare, load, save
-from benchmarks.rollout.contestants import MODES
-from benchmarks.rollout.side_by_side import MODELS, vllm_suites
 from benchmarks.rollout.suites import (
     named_rollout_suites,
     random_rollout_suites,
     rollout_suites,
 )
-from benchmarks.suite import Suites, measure, run_meta
-from benchmarks.timing import QUICK, ROUNDS, Machine
-from benchmarks.train.step import (
-    named_training_suites,
-    random_training_suites,
-    training_suites,
-)
-from benchmarks.trl.grpo import trl_suites
-from benchmarks.tune.harness import tune, write_shipped
-from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
-from benchmarks.tune.winners import own_winners
-from benchmarks.tune.works import OPS
+from benchmarks.rollout.vllm import MODELS, MODES, vllm_suites
+from benchmarks.suite import Suites, code_meta, measure, own_winners, run_meta, summary
+from benchmarks.timing import Machine
+from benchmarks.train import named_training_suites, random_training_suites, training_suites
+from benchmarks.trl import trl_suites
+from benchmarks.tune.shipped import tune_products, write_shipped
 from rl_consistency.cli.verify import chosen_device
-from rl_consistency.numerics.files import require_writable
+from rl_consistency.numerics.files import require_writable, write_output
+from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
+from rl_consistency.verify.checks.accuracy import accuracy_rows, long_fold_rows
 
 SUITES = {
-    "ops": op_suites,
-    "rollout": rollout_suites,
-    "train": training_suites,
-    "distributed": distributed_suites,
-    "trl": trl_suites,
+    "ops": (op_suites, "every op against its stock counterpart"),
+    "rollout": (rollout_suites, "generation: against stock ops, Hugging Face, the roofline, vLLM"),
+    "train": (training_suites, "training steps of whole models"),
+    "distributed": (distributed_suites, "sums, optimizer steps and GRPO steps on all GPUs here"),
+    "trl": (trl_suites, "TRL's GRPO step as it comes, attached, and our own recipe's"),
 }
-
-RANDOM_SUITES = {
+RANDOM = {
     "ops": random_op_suites,
     "rollout": random_rollout_suites,
     "train": random_training_suites,
 }
 """Suites of `--random-shapes`, by seed."""
-
-NAMED_SUITES = {"rollout": named_rollout_suites, "train": named_training_suites}
+NAMED = {"rollout": named_rollout_suites, "train": named_training_suites}
 """Suites of `--model`, by the names of models."""
-
-RANDOM_COUNT = 100
-"""Shapes that `tune --random-shapes` draws unless `--count` says how many."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     args.command_line = f"python -m benchmarks {shlex.join(arguments)}"
     try:
-        if getattr(args, "json", None) is not None:
+        if args.json is not None:
             require_writable("--json", args.json)
-        return args.run(args)
+        return {"accuracy": _accuracy, "tune": _tune}.get(args.what, _measure)(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="what")
-    for name, run, text in (
-        ("ops", _measure, "every op against its stock counterpart"),
-        ("rollout", _measure, "generation: against stock ops, Hugging Face, the roofline"),
-        ("train", _measure, "training steps of whole models"),
-        ("distributed", _measure, "sums, steps and GRPO steps on all GPUs of this machine"),
-        ("trl", _measure, "TRL's GRPO step as it comes, attached, and our own recipe's"),
-        ("tune", _tune, "every schedule of an op"),
-        ("accuracy", _accuracy, "errors against fp64"),
-        ("compare", _compare, "the same cases of two results files"),
-        ("merge", _merge, "results that several GPUs measured side by side, into the first file"),
-    ):
+    texts = {name: text for name, (_, text) in SUITES.items()} | {"accuracy": "errors against fp64"}
+    for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(run=run)
-        if name not in ("compare", "merge"):
-            command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
+        command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
+        command.add_argument("--commit", help="the commit measured, where there is no git")
         if name in SUITES:
             command.add_argument("--only", metavar="SUITE,...", help="only these suites")
-            command.add_argument("--commit", help="the commit measured, where there is no git")
-        if name in RANDOM_SUITES:
+        if name in RANDOM:
             text = "instead, shapes that no table has seen, drawn by this seed"
             command.add_argument("--random-shapes", type=int, metavar="SEED", help=text)
-    text = "instead, a step of these models: presets, or sizes as benchmarks/models.py names them"
-    for name in NAMED_SUITES:
-        commands.choices[name].add_argument("--model", metavar="NAME,...", help=text)
+        if name in NAMED:
+            text = "instead, of these models: presets, or sizes as benchmarks/models.py names them"
+            command.add_argument("--model", metavar="NAME,...", help=text)
     rollout = commands.choices["rollout"]
     text = "instead, beside vLLM, which lies in this site-packages folder; with --model of these"
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
     rollout.add_argument("--against", metavar="MODE,...", help=f"of vLLM: {', '.join(MODES)}")
-    text = "most seconds beside vLLM; what does not fit is named in the rows"
-    rollout.add_argument("--seconds", type=float, metavar="N", help=text)
-    tune = commands.choices["tune"]
-    tune.add_argument("op", nargs="?", help="only this op")
-    tune.add_argument("--write", action="store_true", help="write the matmul table")
-    tune.add_argument(
-        "--random-shapes", type=int, metavar="SEED", help="matmul or fold at shapes of this seed"
-    )
-    tune.add_argument("--count", type=int, metavar="N", help=f"so many of them ({RANDOM_COUNT})")
-    tune.add_argument(
-        "--compile-workers", type=int, metavar="N", help="compile them in N processes beforehand"
-    )
     commands.choices["accuracy"].add_argument("--device", default="cpu")
-    for name in ("old", "new"):
-        commands.choices["compare"].add_argument(name, type=Path)
-    text = "is written; it may be absent"
-    commands.choices["merge"].add_argument("into", type=Path, metavar="FILE", help=text)
-    text = "each was new when it was measured; the last counts where two have the same"
-    commands.choices["merge"].add_argument("others", type=Path, nargs="+", help=text)
+    text = "products that have a faster schedule than what is shipped"
+    tune = commands.add_parser("tune", help=text, description=text, allow_abbrev=False)
+    tune.add_argument("op", choices=["matmul"])
+    tune.add_argument("--write", action="store_true", help="write them into what is shipped")
+    tune.set_defaults(json=None)
     return parser
 
 
@@ -140,119 +105,76 @@ def _machine() -> Machine:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    suites, machine = _chosen(args), _machine()
-    meta = run_meta(machine.device, args.command_line, args.commit)
-    results = Results() if args.json is None else load(args.json, meta["device"])
-    models, seed = getattr(args, "model", None), getattr(args, "random_shapes", None)
-    only = {} if models is None else {"model": _names(models)}
-    only |= {} if seed is None else {"seed": [seed]}
+    suites, machine = chosen_suites(args), _machine()
+    meta = run_meta(machine, args.command_line, args.commit)
     with own_winners(machine.device):
-        results = measure(suites, machine, results, meta, args.json, only)
-    failed = [row.case for row in results.of(*suites) if row.error is not None]
-    bars = {name: bar for name, bar in results.bars.items() if bar["figure"] is not None}
-    figures = {name: bar["figure"] for name, bar in bars.items()}
-    missed = [name for name, bar in bars.items() if not bar["met"]]
-    print(json.dumps({"failed": failed, "figures": figures, "missed": missed}))
+        rows = measure(suites, machine, meta, args.json)
+    found = {name: summary([row for row in rows if row["suite"] == name]) for name in suites}
+    failed = [f"{row['suite']} {row['shape']}" for row in rows if "error" in row]
+    figures = {name: figure for name, figure in found.items() if figure}
+    print(json.dumps({"failed": failed, "figures": figures}))
     return 1 if failed else 0
 
 
-def _names(text: str) -> list[str]:
-    """Names between commas, each once."""
-    return list(dict.fromkeys(text.split(",")))
-
-
-def _chosen(args: argparse.Namespace) -> Suites:
+def chosen_suites(args: argparse.Namespace) -> Suites:
     """The suites to measure; ValueError where an option names an unknown one."""
-    seed, models = getattr(args, "random_shapes", None), getattr(args, "model", None)
-    if seed is not None and models is not None:
-        raise ValueError("--random-shapes draws its models; give it or --model.")
-    if args.what == "rollout" and (args.vllm, args.against, args.seconds) != (None, None, None):
-        suites = _beside_vllm(args)
+    seed, vllm = getattr(args, "random_shapes", None), getattr(args, "vllm", None)
+    models = _names(getattr(args, "model", None))
+    against = _names(getattr(args, "against", None))
+    if seed is not None and (models or vllm):
+        raise ValueError("--random-shapes draws its models; give it or --model and --vllm.")
+    if against and vllm is None:
+        raise ValueError("--against goes with --vllm FOLDER.")
+    suites: Mapping[str, Sequence]
+    if vllm is not None:
+        suites = vllm_suites(vllm, models or MODELS, against or tuple(MODES))
     elif seed is not None:
-        suites = RANDOM_SUITES[args.what](seed)
-    elif models is not None:
-        suites = NAMED_SUITES[args.what](_names(models))
+        suites = RANDOM[args.what](seed)
+    elif models:
+        suites = NAMED[args.what](models)
     else:
-        suites = SUITES[args.what]()
-    names = list(suites) if args.only is None else args.only.split(",")
+        suites = SUITES[args.what][0]()
+    names = _names(args.only) or list(suites)
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"--only {','.join(unknown)}: `{args.what}` has {', '.join(suites)}.")
     return {name: suites[name] for name in names}
 
 
-def _beside_vllm(args: argparse.Namespace) -> Suites:
-    """The suites of `--vllm`; ValueError where options contradict each other."""
-    if args.vllm is None or args.random_shapes is not None:
-        raise ValueError("--against and --seconds go with --vllm FOLDER, --random-shapes does not.")
-    if args.seconds is not None and not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g}: give more than 0.")
-    models = MODELS if args.model is None else _names(args.model)
-    modes = tuple(MODES) if args.against is None else args.against.split(",")
-    return vllm_suites(args.vllm, models, modes, seconds=args.seconds, json_file=args.json)
+def _names(text: str | None) -> list[str]:
+    """Names between commas, each once."""
+    return [] if text is None else list(dict.fromkeys(text.split(",")))
 
 
 def _tune(args: argparse.Namespace) -> int:
-    if args.op not in (None, *OPS):
-        raise ValueError(f"tune {args.op}: the ops are {', '.join(OPS)}.")
-    if args.random_shapes is not None:
-        return _tune_random(args)
-    if args.count is not None or args.compile_workers is not None:
-        raise ValueError("--count and --compile-workers go with --random-shapes.")
-    if args.write and args.op != "matmul":
-        raise ValueError("--write goes with `tune matmul`: no other op has a measured table.")
-    machine = _machine()
-    works = [work for op in OPS if args.op in (None, op) for work in OPS[op](machine.device)]
-    rows = tune(works, machine, args.json, ROUNDS)
+    winners = tune_products(_machine())
+    for work, winner in winners.items():
+        print(f"{work}: {winner.schedule}, {winner.us:.1f} us of {winner.default_us:.1f}")
     if args.write:
-        # The file may hold random shapes too.
-        of_table = {work.key: rows[work.key] for work in works}
-        names = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        write_shipped(of_table, names)
-    return _refusals(rows)
-
-
-def _tune_random(args: argparse.Namespace) -> int:
-    """Times schedules at random shapes, each for a short time."""
-    if args.op not in RANDOM_OPS or args.write:
-        raise ValueError(
-            f"--random-shapes goes with `tune {' | '.join(RANDOM_OPS)}` and without --write: the "
-            "table holds the shapes of the models."
-        )
-    count = RANDOM_COUNT if args.count is None else args.count
-    if count < 1 or (args.compile_workers is not None and args.compile_workers < 1):
-        raise ValueError("--count and --compile-workers are at least 1.")
-    machine = _machine()
-    if args.compile_workers is not None:
-        compile_schedules(args.op, args.compile_workers)
-    works = RANDOM_OPS[args.op](machine.device, args.random_shapes, count)
-    return _refusals(tune(works, machine, args.json, QUICK))
-
-
-def _refusals(rows: Mapping[str, Any]) -> int:
-    return 1 if any(row["refused"] for row in rows.values()) else 0
+        names = {"torch": torch.__version__, "triton": triton.__version__}
+        write_shipped(winners, {"device": torch.cuda.get_device_name(), **names})
+    return 0
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    return accuracy_doc.measure(chosen_device(args.device), args.json, args.command_line)
-
-
-def _compare(args: argparse.Namespace) -> int:
-    for path in (args.old, args.new):
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; give two results files.")
-    print("\n".join(compare(load(args.old), load(args.new))))
-    return 0
-
-
-def _merge(args: argparse.Namespace) -> int:
-    require_writable("FILE", args.into)
-    results = load(args.into)
-    for path in args.others:
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; give results files.")
-        results = results.joined(load(path, results.meta.get("device")))
-    save(args.into, results)
-    return 0
+    """Errors of all ops against fp64, beside those of stock ops; and of long folds, which have no
+    limit."""
+    device = chosen_device(args.device)
+    rows, long = accuracy_rows(device, (torch.float32, torch.bfloat16)), long_fold_rows(device)
+    content = {
+        "meta": code_meta(args.command_line, args.commit)
+        | {"device": str(device), "threads": torch.get_num_threads()},
+        "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
+        "long": [{**vars(row), "ratio": row.ratio} for row in long],
+    }
+    for row in content["rows"] + content["long"]:
+        sizes = f"{row['op']} {row['dtype']} {row['size']} {row['quantity']}"
+        print(f"{sizes}: {row['ours']:.3e} and {row['stock']:.3e}, ratio {row['ratio']:.3f}")
+    if args.json is not None:
+        write_output(args.json, json.dumps(content, indent=1) + "\n")
+    over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too
+    for row in over:
+        print(f"above {ERROR_GROWTH_LIMIT}: {row}", file=sys.stderr)
+    return 1 if over else 0
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@ their sizes."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,65 +24,9 @@ FIRST_LAYERS = re.compile(r"(.+)-(\d+)l")
 MAX_POSITIONS = 32768
 DENSE = tuple(family for family in FAMILIES if family not in SPARSE)
 
-SPARSE_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "bos_token_id": 151_643,
-        "eos_token_id": 151_645,
-        "tie_word_embeddings": False,
-    },
-    "olmoe-1b-7b": {
-        "model_type": "olmoe",
-        "vocab_size": 50_304,
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "pad_token_id": 1,
-        "eos_token_id": 50_279,
-        "tie_word_embeddings": False,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 32_768,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-}
+SPARSE_PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("sparse_models.json").read_text("utf-8")
+)
 """Mixtures of experts of the benches -> their whole published configuration."""
 
 SIZED: Mapping[str, str] = {

@@ -10,19 +10,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-PEERS = {
-    "liger_kernel": "liger_kernel",
-    "batch_invariant_ops": "batch_invariant_ops",
-    "sonicmoe": "sonic-moe",
-}
-"""Module -> the name under which it is installed."""
-
-LIGER_FP32 = "liger, fp32 gradients"
+PEERS = ("liger_kernel", "batch_invariant_ops")
 
 
 def installed() -> dict[str, str]:
     """Versions of the peers that are here."""
-    return {name: version(package) for name, package in PEERS.items() if find_spec(name)}
+    return {name: version(name) for name in PEERS if find_spec(name)}
 
 
 def peer(name: str) -> ModuleType | None:

@@ -1,24 +1,24 @@
-"""Suites of cases, each of which becomes one row of a results file.
+"""Suites of cases, each of which becomes one row; one JSON file a run, one line a row.
 
-Everything that is measured is reported, missed bars included. A case that raises becomes a row with
-the error; the other cases go on. The file is written after each case, so a run that is killed
-keeps the cases that were done.
+Everything that is measured is reported. A case that raises becomes a row with the error, and the
+others go on. The file is written after each case, so a run that is killed keeps what was done.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import platform
 import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean
 from typing import Any
+from unittest.mock import patch as attribute
 
 import torch
 import transformers
@@ -26,16 +26,23 @@ import triton
 from torch import Tensor
 
 from benchmarks.peers import installed
-from benchmarks.results import ALL, Part, Results, save
-from benchmarks.rows import Row, Shape, ratios
 from benchmarks.timing import UNAVAILABLE, Machine
+from rl_consistency.kernels.core import findings
+from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
+from rl_consistency.numerics.files import write_output
 
 ROOT = Path(__file__).resolve().parents[1]
-CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
 ERRORS = (*UNAVAILABLE, ArithmeticError, LookupError, OSError)
 LOST = ("illegal memory access", "device-side assert", "unspecified launch failure")
 """Errors after which every further call on the device fails."""
+
+Row = dict[str, Any]
+"""`suite`, `work`, `shape` and `dtype` of a case, and what its `run` gave, of which each may be
+absent: `ours_us` and `stock_us` (medians; `stock` names the fastest stock way), `ratio` (stock /
+ours), `peers` (name -> microseconds), `ceiling_fraction` (time at the measured ceiling of copies or
+products / ours), `peak_bytes`, `tokens_per_second`, `figures`, `schedule`, `unavailable` (name ->
+why it does not run here), or `error`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +50,17 @@ class Case:
     """One row to be measured."""
 
     work: str
-    shape: Shape
+    shape: Mapping[str, Any]
     run: Callable[[Machine], dict[str, Any]]
     """Makes the operands, measures, and gives the other fields of the row."""
     dtype: str = "bfloat16"
 
 
 Suites = Mapping[str, Sequence[Case]]
-"""Name -> cases that are measured and kept together."""
 
 
 def cases(
-    work: str, run: Callable[..., dict[str, Any]], sizes: Iterable[dict[str, Any]]
+    work: str, run: Callable[..., dict[str, Any]], sizes: Iterable[Mapping[str, Any]]
 ) -> list[Case]:
     """A case of each size; `run` takes the machine, and the sizes by name."""
     return [Case(work=work, shape=size, run=partial(run, **size)) for size in sizes]
@@ -89,77 +95,83 @@ def gradients(
     return run
 
 
+@contextmanager
+def own_winners(device: torch.device) -> Iterator[Findings]:
+    """Inside the block the device has the winners of an empty store in memory, and those kept in
+    it; the user's come back behind it."""
+    store = Findings(None, {})
+    with attribute.dict(findings._by_device, {device: store}):
+        findings.forget_picks()
+        yield store
+    findings.forget_picks()
+
+
 def measure(
-    suites: Suites, machine: Machine, results: Results, meta: Mapping[str, Any],
-    file: Path | None = None, only: Part = ALL,
-) -> Results:  # fmt: skip
-    """Results with the suites in them; `meta` is that of `run_meta`, `only` that of `merged`.
-    Saves after each case: a run that ends early keeps what it has, and the rows it found of the
-    cases that it did not reach."""
+    suites: Suites, machine: Machine, meta: Mapping[str, Any], file: Path | None = None
+) -> list[Row]:
+    """All rows. Prints a line a row and one a suite, and writes `file` after each case."""
+    rows: list[Row] = []
     for suite, suite_cases in suites.items():
-        clocks, started, before = _clocks(), time.perf_counter(), results
-        # Of several models, a suite may have cases of some alone.
-        part = {
-            name: [value for value in values if any(c.shape[name] == value for c in suite_cases)]
-            for name, values in only.items()
-        }
-        rows: list[Row] = []
         for case in suite_cases:
-            row = measured(suite, case, machine)
-            rows.append(replace(row, commit=meta["commit"], kernels=meta["kernels_sha256"][:12]))
-            all_rows = [*rows, *_rows_of(suite_cases[len(rows) :], before.of(suite))]
-            errors = sum(row.error is not None for row in all_rows)
-            done = len(all_rows) == len(suite_cases)
-            record = {key: meta[key] for key in ("commit", "kernels_sha256", "command", "date")} | {
-                "ceilings": asdict(machine.ceilings),
-                "clocks": [clocks, _clocks() if len(rows) == len(suite_cases) else None],
-                "seconds": time.perf_counter() - started,
-                "cases": len(all_rows),
-                "older": len(all_rows) - len(rows),
-                "errors": errors,
-                "complete": done and not errors,
-            }
-            results = before.merged(suite, all_rows, meta, record, only=part)
+            rows.append(measured(suite, case, machine))
+            print(line(rows[-1]), flush=True)
             if file is not None:
-                save(file, results)
-        errors = sum(row.error is not None for row in rows)
-        text = f"{suite}: {len(rows)} cases, {errors} errors, {time.perf_counter() - started:.0f} s"
-        if found := ratios(rows):
-            text += f", stock/ours lowest {min(found):.3f}, median {median(found):.3f}"
-        print(text, flush=True)
-    return results
-
-
-def _rows_of(suite_cases: Sequence[Case], rows: Iterable[Row]) -> list[Row]:
-    """The rows of these cases, of those that have one."""
-    by_case = {(row.work, *row.shape.items(), row.dtype): row for row in rows}
-    keys = [(case.work, *case.shape.items(), case.dtype) for case in suite_cases]
-    return [by_case[key] for key in keys if key in by_case]
+                write_output(file, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        if figures := summary([row for row in rows if row["suite"] == suite]):
+            print(f"{suite}: {figures}", flush=True)
+    return rows
 
 
 def measured(suite: str, case: Case, machine: Machine) -> Row:
-    """One case's row; what the case raised is the row's error.
-
-    This is the only place where an error of an op is held: a bench of hundreds of shapes reports
-    the one that fails and measures the others. OSError where the device is lost.
-    """
-    fields = {"suite": suite, "work": case.work, "shape": case.shape, "dtype": case.dtype}
+    """One case's row; what the case raised is the row's error. OSError where the device is lost."""
+    row = {"suite": suite, "work": case.work, "shape": dict(case.shape), "dtype": case.dtype}
     try:
-        return Row(**fields, **case.run(machine))
+        found = case.run(machine)
+        return row | {name: value for name, value in found.items() if value not in (None, {})}
     except ERRORS as error:
-        row = Row(**fields, error=f"{type(error).__name__}: {error}"[:500])
-        print(f"{row.case}: {row.error}", file=sys.stderr, flush=True)
+        row["error"] = f"{type(error).__name__}: {error}"[:500]
         if any(text in str(error) for text in LOST):
-            raise OSError(f"the GPU no longer answers after {row.case}: {row.error}") from error
+            raise OSError(f"the GPU no longer answers after {line(row)}") from error
         return row
 
 
-def run_meta(device: torch.device, command: str, commit: str | None = None) -> dict[str, Any]:
-    """What a run is recorded with: device, versions, commit, kernels hash, command, date."""
-    cuda = device.type == "cuda"
+def line(row: Row) -> str:
+    """A row in one line."""
+    sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items())
+    parts = [f"{row['suite']}: {row['work']} {sizes}"]
+    parts += [f"{row['ours_us']:.1f} us"] if "ours_us" in row else []
+    parts += [f"{row['ratio']:.3f} against {row['stock']}"] if "ratio" in row else []
+    if "ours_us" in row:
+        parts += [f"{us / row['ours_us']:.3f} {name}" for name, us in row.get("peers", {}).items()]
+    parts += [f"{row['ceiling_fraction']:.2f} of the ceiling"] if "ceiling_fraction" in row else []
+    parts += [f"{n} {v:.4g}" for n, v in row.get("figures", {}).items() if isinstance(v, float)]
+    parts += [f"{name}: {why}" for name, why in row.get("unavailable", {}).items()]
+    return ", ".join([*parts, *([f"ERROR {row['error']}"] if "error" in row else [])])
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """The geometric mean and the lowest of stock / ours, over the rows of a suite that have it."""
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    if not ratios or not all(ratio > 0 and math.isfinite(ratio) for ratio in ratios):
+        return {}
+    return {"cases": len(ratios), "mean": geometric_mean(ratios), "lowest": min(ratios)}
+
+
+def run_meta(machine: Machine, command: str, commit: str | None = None) -> dict[str, Any]:
+    """What a run is recorded with: device, clocks, versions, commit, kernels hash, command."""
+    clocks = "--query-gpu=clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if cuda else "",
+        "device": torch.cuda.get_device_name(machine.device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(machine.device))),
+        "clocks": _output("nvidia-smi", clocks, "--format=csv,noheader").splitlines()[:1],
+        "ceilings": asdict(machine.ceilings),
+        **code_meta(command, commit),
+    }
+
+
+def code_meta(command: str, commit: str | None = None) -> dict[str, Any]:
+    """Versions, commit, kernels hash and command."""
+    return {
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -172,7 +184,6 @@ def run_meta(device: torch.device, command: str, commit: str | None = None) -> d
         "commit": commit or _checked_out(),
         "kernels_sha256": kernels_hash(),
         "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -182,12 +193,6 @@ def _checked_out() -> str:
         return "unknown"
     code = ("kernels", "rl_consistency", "trainers")
     return commit + ("-dirty" if _output("git", "status", "--porcelain", "--", *code) else "")
-
-
-def _clocks() -> str | None:
-    """Clocks, power and temperature as the driver reports them; None without its tool."""
-    output = _output("nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader")
-    return output.splitlines()[0] if output else None
 
 
 def _output(command: str, *arguments: str) -> str:

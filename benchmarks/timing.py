@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ import torch
 from torch.profiler import ProfilerActivity
 from triton.errors import TritonError
 
-from benchmarks.rows import lacks_memory
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
 from rl_consistency.tuning.stopwatch import Call, ColdDevice, interleaved
@@ -44,25 +43,11 @@ UNAVAILABLE = (
 LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
 """The settings of a process that has not set any: read when this module is imported."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """How often the contestants of one case are timed."""
-
-    seconds: float
-    """All rounds take about so long, where `least` and `most` allow it."""
-    least: int
-    most: int
-
-
-ROUNDS = Rounds(seconds=0.12, least=7, most=60)
-"""Rounds for figures that are reported."""
+ROUNDS = {"seconds": 0.12, "least": 7, "most": 60}
+"""All rounds of a case take about so many seconds, where `least` and `most` allow it."""
 
 IDLE_ROUNDS = 3
 """Pairs of a timed and a traced call."""
-
-QUICK = Rounds(seconds=4e-3, least=3, most=20)
-"""Rounds for thousands of cases, whose errors a fit averages."""
 
 
 def reason(error: BaseException) -> str:
@@ -140,11 +125,10 @@ class Machine(ColdDevice):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._total_bytes: int = torch.cuda.get_device_properties(device).total_memory
         self.ceilings = self._measure_ceilings()
 
     def measure(self, race: Race) -> dict[str, Any]:
-        """Time all contestants and give the fields of a `Row`.
+        """Time all contestants and give the fields of a row.
 
         A peer or a stock way that cannot run the shape is named in `unavailable`. An error of ours
         passes through; RuntimeError where neither a stock way nor a peer runs, unless all of them
@@ -155,7 +139,6 @@ class Machine(ColdDevice):
         unavailable: dict[str, str] = {}
         for name, contestant in {"ours": race.ours, **race.stock, **race.peers}.items():
             settings = numeric_settings if name == "ours" else library_defaults
-            gc.collect()
             before = self._taken()
             try:
                 timers[name] = self._prepared(contestant, race.clock, settings)
@@ -165,11 +148,12 @@ class Machine(ColdDevice):
                 if name == "ours":
                     raise
                 unavailable[name] = reason(error)
-        if timers.keys() == {"ours"} and not all(map(lacks_memory, unavailable.values())):
+        lacking = all("OutOfMemoryError" in why for why in unavailable.values())
+        if timers.keys() == {"ours"} and not lacking:
             raise RuntimeError(f"no stock way runs this shape: {unavailable}")
         medians = self._interleaved(timers)
         ceiling = self.ceilings.seconds(race)
-        return _fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
+        return row_fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
 
     def _prepared(
         self, contestant: Contestant, clock: Clock, settings: Context = nullcontext
@@ -201,14 +185,13 @@ class Machine(ColdDevice):
 
     def _interleaved(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
-        samples = interleaved(timers, **asdict(ROUNDS))
+        samples = interleaved(timers, **ROUNDS)
         self._trim()
         return {name: median(values) for name, values in samples.items()}
 
     def peak_bytes(self, contestant: Contestant) -> int:
         """Bytes at the peak of one call of a contestant that is not ours, under the library's
         settings."""
-        gc.collect()
         return self._peak(contestant, library_defaults, self._taken())
 
     def idle_share(self, contestant: Contestant) -> float:
@@ -248,11 +231,12 @@ class Machine(ColdDevice):
 
     def _taken(self) -> int:
         """Bytes that are allocated, or that captured graphs keep."""
+        gc.collect()
         torch.cuda.empty_cache()  # graphs that are gone leave their pool to the allocator
         return torch.cuda.memory_allocated(self.device) + held_by_graphs()
 
     def _trim(self) -> None:
-        if torch.cuda.memory_reserved(self.device) > self._total_bytes // 2:
+        if 2 * torch.cuda.memory_reserved(self.device) > torch.cuda.mem_get_info(self.device)[1]:
             torch.cuda.empty_cache()
 
     def _measure_ceilings(self) -> Ceilings:
@@ -291,10 +275,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _fields(
+def row_fields(
     race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float
 ) -> dict[str, Any]:
-    """Fields of a `Row` from median seconds by contestant."""
+    """Fields of a row from median seconds by contestant."""
     ours = seconds["ours"]
     ran = race.stock.keys() & seconds.keys()
     stock = min(ran, key=lambda name: (seconds[name], name)) if ran else None
@@ -304,13 +288,21 @@ def _fields(
         return {("stock" if name == stock else name): value for name, value in values.items()}
 
     rates = {name: race.tokens / s for name, s in seconds.items()} if race.tokens else {}
-    return {
-        "ours_us": ours * 1e6,
-        "stock_us": None if stock is None else seconds[stock] * 1e6,
-        "stock": stock,
-        "peers": {name: s * 1e6 for name, s in seconds.items() if name in others},
-        "ratio": None if stock is None else seconds[stock] / ours,
-        "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
-        "peak_bytes": renamed(peaks),
-        "tokens_per_second": renamed(rates),
-    }
+    against = {} if stock is None else against_stock(ours, seconds[stock], stock)
+    return (
+        {"ours_us": ours * 1e6}
+        | against
+        | {
+            "peers": {name: s * 1e6 for name, s in seconds.items() if name in others},
+            "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
+            "peak_bytes": renamed(peaks),
+            "tokens_per_second": renamed(rates),
+        }
+    )
+
+
+def against_stock(ours: float, stock: float, name: str, tokens: int = 0) -> dict[str, Any]:
+    """The fields of a row that has both times, in seconds; with `tokens`, of each, their rates."""
+    rates = {"ours": tokens / ours, "stock": tokens / stock} if tokens else {}
+    fields = {"ours_us": ours * 1e6, "stock_us": stock * 1e6, "stock": name, "ratio": stock / ours}
+    return fields | {"tokens_per_second": rates}

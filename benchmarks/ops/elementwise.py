@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,16 +30,16 @@ Ops = dict[str, Op | None]
 """`ours`, `eager` and peers; None where one is not installed."""
 
 
-def elementwise_cases(shapes: Sequence[tuple[int, int]], vocabulary: int) -> list[Case]:
-    """Every op, forward and backward, at (tokens, width)."""
+def elementwise_cases(tokens: int, width: int, vocabulary: int) -> list[Case]:
+    """Every op, forward and backward, at [tokens, width]."""
     runs: dict[str, Callable[..., dict[str, Any]]] = {}
     for name, case in OPS.items():
         runs[name] = partial(_race, case, False)
         runs[f"{name} backward"] = partial(_race, case, True)
     runs["embedding"] = partial(_embedding, vocabulary)
     runs["embedding gradient"] = partial(_embedding_gradient, vocabulary)
-    sizes = [{"tokens": tokens, "width": width} for tokens, width in shapes]
-    return [case for size in sizes for work in runs for case in cases(work, runs[work], [size])]
+    size = {"tokens": tokens, "width": width}
+    return [case for work, run in runs.items() for case in cases(work, run, [size])]
 
 
 def _race(case: Op, backward: bool, bench: Machine, tokens: int, width: int) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Mixture of experts against torch's grouped and batched products and against Transformers.
 
 Ours begin with the ids that the router gives and find the rows of each expert themselves. For stock
-the order of the rows and their number at each expert are known beforehand.
+the order of the rows and their number at each expert are known beforehand. Rows go to experts
+evenly, by a power law, or all to the same; a seed shuffles experts and rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from benchmarks.ops.routing import Routing, drawn_routing, routed_inputs
-from benchmarks.peers import peer
 from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences
@@ -34,6 +33,100 @@ SEQUENCE = 1024
 
 BATCHED_BYTES = 16 << 30
 """The most weights that `by_batched` copies."""
+
+
+ROUTINGS = ("even", "skewed", "same")
+"""even: every expert has equally many rows, up to one. skewed: the i-th expert is drawn with a
+share of i^-1.5. same: every row has the same k experts, which is one expert where k is 1."""
+
+SKEW = 1.5
+PULL = 20.0
+"""Logits between the experts of `same` and all others."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of rows, and their order by expert."""
+
+    expert_ids: Tensor
+    """[R, k] int32, ascending in each row."""
+    weights: Tensor
+    """[R, k] fp32, of sum 1 in each row."""
+    rows: Tensor
+    """[R * k] int64, the row of each pair; pairs by expert, then by row."""
+    places: Tensor
+    """[R, k] int64, where each row's pairs stand."""
+    ends: Tensor
+    """[E] int32, where each expert's pairs end."""
+    experts_hit: int
+    """Experts with rows."""
+
+    @classmethod
+    def of(cls, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
+        """The routing of these experts."""
+        order = expert_ids.flatten().argsort(stable=True)
+        counts = torch.bincount(expert_ids.flatten(), minlength=num_experts)
+        return cls(
+            expert_ids,
+            weights,
+            rows=order // expert_ids.shape[1],
+            places=order.argsort().view(expert_ids.shape),
+            ends=counts.cumsum(0).to(torch.int32),
+            experts_hit=int((counts > 0).sum()),
+        )
+
+
+def drawn_routing(
+    kind: str, tokens: int, num_experts: int, top_k: int, device: torch.device, seed: int = 0
+) -> Routing:
+    """A routing of `ROUTINGS`."""
+    _require_known(kind)
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "even":
+        ids = torch.arange(tokens * top_k).view(tokens, top_k) % num_experts
+        ids = ids[torch.randperm(tokens, generator=generator)]
+    elif kind == "skewed":
+        each = _shares(num_experts).expand(tokens, -1)
+        ids = torch.multinomial(each, top_k, generator=generator)
+    else:
+        ids = torch.arange(top_k).expand(tokens, -1)
+    ids = torch.randperm(num_experts, generator=generator)[ids].sort(dim=1).values
+    weights = torch.rand(tokens, top_k, generator=generator) + 0.1
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    return Routing.of(ids.to(device, torch.int32), weights.to(device), num_experts)
+
+
+def routed_inputs(
+    kind: str, tokens: int, num_experts: int, top_k: int, hidden: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A router's weight [E, H] and rows [R, H] in bf16 that it routes about as `kind` says.
+
+    All rows have the value 1 in the first column, where the router has the expert's offset. "even"
+    is that of random weights: no expert is preferred, but the numbers of rows vary.
+    """
+    _require_known(kind)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=generator)
+    gate = torch.randn(num_experts, hidden, generator=generator) * hidden**-0.5
+    offset = {
+        "even": torch.zeros(num_experts),
+        "skewed": _shares(num_experts).log(),
+        "same": PULL * (torch.arange(num_experts) < top_k),
+    }[kind]
+    x[:, 0] = 1.0
+    gate[:, 0] = offset[torch.randperm(num_experts, generator=generator)]
+    return gate.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
+
+
+def _require_known(kind: str) -> None:
+    if kind not in ROUTINGS:
+        raise ValueError(f"no routing {kind!r}; give {', '.join(ROUTINGS)}.")
+
+
+def _shares(num_experts: int) -> Tensor:
+    """The shares of experts by a power law."""
+    shares = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -SKEW
+    return (shares / shares.sum()).float()
 
 
 class Weights(NamedTuple):
@@ -83,7 +176,7 @@ def by_batched(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
     if copied > BATCHED_BYTES:
         raise ValueError(f"copies of weights would take {copied / 2**30:.1f} GiB")
     ids = routing.expert_ids.flatten().long()
-    rows = x.unsqueeze(1).expand(-1, routing.top_k, -1).reshape(len(ids), -1, 1)
+    rows = x.unsqueeze(1).expand(-1, routing.expert_ids.shape[1], -1).reshape(len(ids), -1, 1)
     packed = torch.bmm(weights.gate_up[ids], rows).squeeze(-1)
     outputs = torch.bmm(weights.down[ids], _gated(packed).unsqueeze(-1))
     return _weighted_sum(outputs.view(*routing.expert_ids.shape, -1), routing)
@@ -220,7 +313,7 @@ def moe_block(
         """Own leaves, which share the data."""
         return [nn.Parameter(each.detach()) for each in (x, gate, *weights)]
 
-    own, sonic, theirs = leaves(), leaves(), leaves()[0]
+    own, theirs = leaves(), leaves()[0]
     for parameter in own[1:]:
         parameter.grad_dtype = torch.float32
 
@@ -238,30 +331,14 @@ def moe_block(
         return block(theirs.unsqueeze(0)).squeeze(0)
 
     stock_leaves = [theirs, *block.parameters()]
-    peers = {}
-    if find_spec("sonicmoe"):
-        by_them = partial(by_sonicmoe, *sonic, top_k, normalizes)
-        peers["sonicmoe"] = Contestant.of(_forward_and_backward(by_them, sonic, dy))
     race = Race(
         ours=Contestant.of(_forward_and_backward(ours, own, dy)),
         stock={"transformers": Contestant.of(_forward_and_backward(stock, stock_leaves, dy))},
-        peers=peers,
         operations=18.0 * tokens * top_k * hidden * intermediate,
         tokens=tokens,
         memory=True,
     )
     return bench.measure(race)
-
-
-def by_sonicmoe(
-    x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalizes: bool
-) -> Tensor:
-    """A router and its experts by SonicMoE, which routes by bf16 logits."""
-    module: Any = peer("sonicmoe")
-    return module.moe_TC_softmax_topk_layer(
-        x, gate, gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, top_k, 0, "swiglu",
-        is_softmax_over_topk=normalizes, concat_layout=True,
-    )[0]  # fmt: skip
 
 
 def transformers_block(family: str, gate: Tensor, weights: Weights, top_k: int) -> Any:

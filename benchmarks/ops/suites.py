@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from benchmarks.models import model_config
-from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
+from benchmarks.ops.dense import (
+    attention,
+    attention_decode,
+    gradient_fold,
+    logprobs_and_gradients,
+    product,
+    tuned_product,
+)
 from benchmarks.ops.elementwise import elementwise_cases
 from benchmarks.ops.experts import (
+    ROUTINGS,
     experts_few,
     experts_forward,
     experts_gradient,
     moe_block,
 )
-from benchmarks.ops.logprobs import logprobs_and_gradients
-from benchmarks.ops.matmul import gradient_fold, product, tuned_product
-from benchmarks.ops.routing import ROUTINGS
-from benchmarks.random_shapes import (
+from benchmarks.shapes import (
+    BANDS,
+    EXPERTS,
+    HEADS,
+    ROWS,
+    VOCABULARY,
+    WEIGHTS,
     draw_attention,
     draw_decode,
     draw_experts,
     draw_folds,
-    draw_models,
     draw_products,
     draw_widths,
 )
-from benchmarks.shapes import BANDS, EXPERTS, HEADS, ROWS, VOCABULARY, WEIGHTS
 from benchmarks.suite import Case, Suites, cases, of_seed
-from benchmarks.timing import Machine
-from rl_consistency.cases.case import TINY_SHAPES, OpShapes, shapes_of
-from rl_consistency.verify.checks.accuracy import accuracy_rows
 
 Sizes = Sequence[dict[str, Any]]
 
@@ -50,18 +52,26 @@ def op_suites() -> Suites:
     prefill = [{"length": n, "batch": 16384 // n, "heads": h} for h in HEADS for n in lengths]
     paged = itertools.product(HEADS, (1, 4, 16, 64, 256), (2048, 8192, 32768))
     decode = [{"batch": b, "context": n, "heads": h} for h, b, n in paged]
+    widths = ((8192, 1024), (8192, 4096), (16384, 4096))
     head = [{"tokens": 8192, "width": n, "vocabulary": VOCABULARY} for n in (1024, 2048, 4096)]
+    every = [shape | {"routing": r} for shape in EXPERTS.values() for r in ROUTINGS]
+    blocks = [
+        {"family": family, **shape, "routing": routing}
+        for family, shape in EXPERTS.items()
+        for routing in ROUTINGS
+    ]
     return {
         "matmul_forward": cases("matmul forward", partial(product, "nt"), forward),
         "matmul_dx": cases("matmul dX", partial(product, "nn"), dx),
-        "gradient_fold": cases("dW fold", gradient_fold, folds),
-        "attention_forward": cases("attention forward", attention_forward, prefill),
-        "attention_backward": cases("attention backward", attention_backward, prefill),
-        "attention_decode": cases("attention decode", attention_decode, decode),
-        "elementwise": elementwise_cases(((8192, 1024), (8192, 4096), (16384, 4096)), VOCABULARY),
-        "token_logprobs": cases("token_logprobs forward + backward", logprobs_and_gradients, head),
-        "accuracy": accuracy_cases(TINY_SHAPES, _sizes_of("qwen3-0.6b")),
-        **_expert_suites(),
+        **_dense(folds, prefill, decode),
+        "elementwise": [case for sizes in widths for case in elementwise_cases(*sizes, VOCABULARY)],
+        **_logprobs(head),
+        **_experts(
+            [{"tokens": t} | shape for shape in every for t in (2048, 4096, 16384)],
+            [{"tokens": t} | shape for shape in every for t in (1, 8, 64, 256)],
+            [{"length": n, "tokens": 16384} | s for s in every for n in (256, 1024, 4096)],
+            [{"tokens": t} | shape for shape in blocks for t in (4096, 16384)],
+        ),
     }
 
 
@@ -69,115 +79,58 @@ def random_op_suites(seed: int) -> Suites:
     """Ops against their stock counterparts at shapes drawn by a seed; products in graphs whatever
     their rows."""
     drawn = [shape for band in BANDS for shape in draw_products(seed, 12, band)]
-    graph_rows = BANDS[-1][1]
-    products, tuned = (
-        [
+
+    def products(run: Any) -> list[Case]:
+        return [
             case
             for layout, work in (("nt", "matmul forward"), ("nn", "matmul dX"))
             for case in cases(
                 work,
-                partial(run, layout, graph_rows=graph_rows),
+                partial(run, layout, graph_rows=BANDS[-1][1]),
                 [{size: x[size] for size in "mnk"} for x in drawn if x["layout"] == layout],
             )
         ]
-        for run in (product, tuned_product)
-    )
-    attention, widths = draw_attention(seed, 2), draw_widths(seed, 3)
-    elementwise = [
-        case
-        for x in widths
-        for case in elementwise_cases([(x["tokens"], x["width"])], x["vocabulary"])
-    ]
+
+    def routed(count: int, rows: tuple[int, int], **more: Any) -> Sizes:
+        """Drawn mixtures of experts, the routings by turns."""
+        turns = zip(draw_experts(seed, count, rows), itertools.cycle(ROUTINGS))
+        return [{**more, **shape, "routing": routing} for shape, routing in turns]
+
+    widths, many = draw_widths(seed, 3), (2048, 16384)
     suites = {
-        "matmul": products,
-        "matmul_tuned": tuned,
-        "gradient_fold": cases("dW fold", gradient_fold, draw_folds(seed, 24)),
-        "attention_forward": cases("attention forward", attention_forward, attention),
-        "attention_backward": cases("attention backward", attention_backward, attention),
-        "attention_decode": cases("attention decode", attention_decode, draw_decode(seed, 3)),
-        "elementwise": elementwise,
-        "token_logprobs": cases(
-            "token_logprobs forward + backward", logprobs_and_gradients, widths
+        "matmul": products(product),
+        "matmul_tuned": products(tuned_product),
+        **_dense(draw_folds(seed, 24), draw_attention(seed, 2), draw_decode(seed, 3)),
+        "elementwise": [case for x in widths for case in elementwise_cases(*x.values())],
+        **_logprobs(widths),
+        **_experts(
+            routed(6, many),
+            routed(9, (1, 256)),
+            [x for n in (1024, 4096) for x in routed(3, (16384, 16384), length=n)],
+            routed(3, many, family="qwen3_moe"),
         ),
-        "accuracy": accuracy_cases(*map(_sizes_of, draw_models(seed, 1))),
-        **_random_expert_suites(seed),
     }
     return of_seed(seed, suites)
 
 
-def _expert_suites() -> Suites:
-    """Every family's shape under every routing."""
-
-    def sizes(name: str, values: Sequence[int], **more: int) -> list[dict[str, Any]]:
-        every = itertools.product(EXPERTS.values(), values, ROUTINGS)
-        return [{name: v, **more, **shape, "routing": routing} for shape, v, routing in every]
-
-    blocks = [
-        {"family": family, "tokens": tokens, **shape, "routing": routing}
-        for family, shape in EXPERTS.items()
-        for tokens, routing in itertools.product((4096, 16384), ROUTINGS)
-    ]
-    lengths = sizes("length", (256, 1024, 4096), tokens=16384)
-    return _of_experts(
-        sizes("tokens", (2048, 4096, 16384)), sizes("tokens", (1, 8, 64, 256)), lengths, blocks
-    )
+def _dense(folds: Sizes, sequences: Sizes, decode: Sizes) -> dict[str, list[Case]]:
+    return {
+        "gradient_fold": cases("dW fold", gradient_fold, folds),
+        "attention_forward": cases("attention forward", partial(attention, False), sequences),
+        "attention_backward": cases("attention backward", partial(attention, True), sequences),
+        "attention_decode": cases("attention decode", attention_decode, decode),
+    }
 
 
-def _random_expert_suites(seed: int) -> Suites:
-    """Drawn shapes, the routings by turns."""
-
-    def sizes(count: int, rows: tuple[int, int], **more: Any) -> list[dict[str, Any]]:
-        drawn = draw_experts(seed, count, rows)
-        turns = zip(drawn, itertools.cycle(ROUTINGS))
-        return [{**more, **shape, "routing": routing} for shape, routing in turns]
-
-    many = (2048, 16384)
-    lengths = [x for n in (1024, 4096) for x in sizes(3, (16384, 16384), length=n)]
-    return _of_experts(
-        sizes(6, many), sizes(9, (1, 256)), lengths, sizes(3, many, family="qwen3_moe")
-    )
+def _logprobs(sizes: Sizes) -> dict[str, list[Case]]:
+    work = "token_logprobs forward + backward"
+    return {"token_logprobs": cases(work, logprobs_and_gradients, sizes)}
 
 
-def _of_experts(
-    many: Sizes, few: Sizes, lengths: Sizes, blocks: Sizes
-) -> dict[str, Sequence[Case]]:
-    """The suites of mixtures of experts at these sizes."""
+def _experts(many: Sizes, few: Sizes, lengths: Sizes, blocks: Sizes) -> dict[str, list[Case]]:
     return {
         "experts_forward": cases("experts", experts_forward, many),
         "experts_few": cases("experts", experts_few, few),
         "experts_gradient": cases("dW of experts", experts_gradient, lengths),
         "moe_block": cases("MoE block forward + backward", moe_block, blocks),
     }
-
-
-def accuracy_cases(*sizes: OpShapes) -> list[Case]:
-    """Claim C6 as figures: the error of every op against fp64 over that of the stock op."""
-    return [
-        Case(
-            work="accuracy",
-            shape={"sizes": size.name or "small"},
-            dtype=str(dtype).removeprefix("torch."),
-            run=partial(_accuracy, dtype, size),
-        )
-        for size in sizes
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-
-
-def _sizes_of(model: str) -> OpShapes:
-    return shapes_of(model, model_config(model))
-
-
-def _accuracy(dtype: torch.dtype, size: OpShapes, bench: Machine) -> dict[str, Any]:
-    """The highest error ratio, and that of each op."""
-    found: dict[str, list[float]] = {}
-    for row in accuracy_rows(bench.device, (dtype,), size):
-        found.setdefault(row.op, []).append(row.ratio)
-    figures = {op: _highest(each) for op, each in found.items()}
-    return {"error_ratio": _highest(figures.values()), "figures": figures}
-
-
-def _highest(values: Iterable[float]) -> float:
-    """The highest value, or NaN if one is."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.rollout.generation import Generation, engine_for, release_memory, timed_generation
 from benchmarks.rollout.workload import Workload, requests
-from benchmarks.timing import Machine
+from benchmarks.timing import Machine, against_stock
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.presets import preset_config
@@ -45,13 +45,8 @@ def copying(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
                 found[width] = timed_generation(engine, prompts, sampling, bench)
     plain, drafted = found[0], found[SPECULATION]
     check_equal(plain, drafted)
-    rates = {width: run.decoding().tokens_per_second for width, run in found.items()}
-    return {
-        "ours_us": 1e6 / rates[SPECULATION],
-        "stock_us": 1e6 / rates[0],
-        "stock": "plain decoding",
-        "ratio": rates[SPECULATION] / rates[0],
-        "tokens_per_second": {"ours": rates[SPECULATION], "plain": rates[0]},
+    ours, stock = (1 / run.decoding().tokens_per_second for run in (drafted, plain))
+    return against_stock(ours, stock, "plain decoding", 1) | {
         "figures": {
             "acceptance_rate": drafted.statistics.acceptance_rate,
             "steps": drafted.statistics.steps,

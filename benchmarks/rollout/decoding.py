@@ -1,28 +1,30 @@
-"""Decoding measured: against stock ops, the memory's bandwidth, the idle device, long contexts."""
+"""Decoding against the memory's bandwidth, the idle device, groups, and long contexts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch as attribute
 
-from benchmarks.rollout.experts_hit import evenly_hit, experts_hit
+import torch
+
 from benchmarks.rollout.generation import (
-    Generation,
     Window,
     engine_for,
     patched_model,
     release_memory,
     timed_generation,
 )
-from benchmarks.rollout.workload import DecodeBytes, Workload, requests, tokens_attended
-from benchmarks.timing import Machine
-from rl_consistency.numerics.strict import strict
+from benchmarks.rollout.workload import DecodeBytes, Workload, requests
+from benchmarks.timing import Machine, against_stock
+from rl_consistency.models.families import num_experts
+from rl_consistency.models.forward import packed_hidden_states
+from rl_consistency.models.moe.routing import recorded_routing
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
-from rl_consistency.verify.substitution import attribute
-
-MODES = ("strict", "stock")
-"""Ours, and the same engine with stock ops."""
 
 READINGS = (
     ("once for the group", True, True),
@@ -34,58 +36,8 @@ READINGS = (
 SETTLING_STEPS = 12
 """Steps of a constant batch before it counts: the first of them captures the graph."""
 
-
-def decode(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
-    """Decode throughput of one engine, its ops canonical and stock; times are of one token."""
-    found: dict[str, dict[str, float]] = {}
-    with patched_model(name, bench.device) as model:
-        engine, needed = engine_for(model, workload), DecodeBytes.of(model)
-        vocabulary = model.config.vocab_size
-        # Capture the graphs of every batch size, for stock attention at every context it meets.
-        lens = {"strict": [workload.prompt_len], "stock": workload.warm_up_prompt_lens()}
-        for mode, length in [(m, length) for m in MODES for length in lens[m]]:
-            prompts = workload.prompts(f"warm-up {mode}", vocabulary, length)
-            with strict(mode == "strict"):
-                timed_generation(engine, prompts, requests(workload.warm_up_lengths()), bench)
-        prompts = workload.prompts(f"{name} 0", vocabulary)
-        for mode in MODES:
-            with strict(mode == "strict"):
-                generation = timed_generation(engine, prompts, requests(workload.lengths()), bench)
-            found[mode] = _figures(generation, workload, needed, bench)
-    ours, stock = (found[mode]["decode_tokens_per_second"] for mode in MODES)
-    return {
-        "ours_us": 1e6 / ours,
-        "stock_us": 1e6 / stock,
-        "stock": "the same engine with stock ops",
-        "ratio": ours / stock,
-        "ceiling_fraction": found["strict"]["roofline_share"],
-        "tokens_per_second": {"ours": ours, "stock": stock},
-        "figures": {f"{mode}/{key}": v for mode, f in found.items() for key, v in f.items()},
-    }
-
-
-def _figures(
-    generation: Generation, workload: Workload, needed: DecodeBytes, bench: Machine
-) -> dict[str, float]:
-    window, statistics = generation.decoding(), generation.statistics
-    prefill_seconds = generation.ticks[generation.prefill_end].seconds
-    lengths = workload.lengths()
-    attended = sum(tokens_attended(workload.prompt_len, n) for n in lengths)
-    # Tokens of mixed steps, before the window, are a share of a percent of all.
-    attended *= window.tokens / sum(n - 1 for n in lengths)
-    least = needed.read(window.steps, attended) / bench.ceilings.copy_bandwidth
-    return {
-        "seconds": generation.seconds,
-        "new_tokens_per_second": generation.new_tokens_per_second,
-        "decode_tokens_per_second": window.tokens_per_second,
-        "steps": statistics.steps,
-        "prefill_tokens_per_second": statistics.prefill_tokens / prefill_seconds,
-        "preemptions": statistics.preemptions,
-        "first_token_seconds": generation.first_token_seconds,
-        "mean_first_token_seconds": statistics.mean_seconds_to_first_token,
-        "host_ms_per_step": 1e3 * statistics.host_seconds_per_step,
-        "roofline_share": least / window.seconds,
-    }
+CHUNK_TOKENS, SAMPLED_STEPS = 16384, 8
+"""Tokens of a forward pass, and steps whose experts are counted, at even distances."""
 
 
 def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
@@ -112,16 +64,10 @@ def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]
         return fields
     attended = steady_attention(workload, window)
     read_per_second = needed.read(window.steps, attended, sum(hit)) / window.seconds
-    figures |= {
-        "context": attended / window.steps / workload.sequences,
-        "weight_bytes": needed.weights,
-        "kv_bytes": attended * needed.per_token / window.steps,
-        "bytes_per_second": read_per_second,
-    }
+    figures["context"] = attended / window.steps / workload.sequences
     if hit:
         even = len(hit) * evenly_hit(model.config, workload.sequences)
         figures |= {"experts_hit": sum(hit), "experts_hit_if_even": even}
-        figures["expert_bytes"] = sum(hit) * needed.per_expert
     return fields | {"ceiling_fraction": read_per_second / bench.ceilings.copy_bandwidth}
 
 
@@ -133,34 +79,38 @@ def shared_keys(name: str, workload: Workload, bench: Machine) -> dict[str, Any]
         for way, reads_once, shares in READINGS:
             release_memory()
             # The property asks whether keys are read once; False has every sequence read its own.
-            blocked = nullcontext() if reads_once else attribute(DecodeGraphs, "share_keys", False)
-            with blocked:
-                windows[way] = steady_window(model, workload, bench, enable_prefix_sharing=shares)
-    ours = windows.pop(READINGS[0][0])
+            alone = attribute.object(DecodeGraphs, "share_keys", False)
+            with nullcontext() if reads_once else alone:
+                _, window = steady_generation(model, workload, bench, enable_prefix_sharing=shares)
+                windows[way] = window
+    ours = windows.pop(READINGS[0][0]).step_seconds
+    stock = min(windows, key=lambda way: windows[way].step_seconds)
     peers = {way: window.step_seconds * 1e6 for way, window in windows.items()}
-    stock = min(peers, key=peers.__getitem__)
+    fields = against_stock(ours, windows[stock].step_seconds, stock, workload.sequences)
+    return fields | {"peers": peers}
+
+
+def long_context(
+    bench: Machine, model: str, long: int, short: int, new_tokens: int
+) -> dict[str, Any]:
+    """Time of a token of one sequence behind `long` tokens, over that behind `short` ones."""
+    seconds = {}
+    with patched_model(model, bench.device) as policy:
+        for length in (short, long):
+            workload = Workload.equal(1, 1, length - new_tokens, new_tokens)
+            seconds[length] = steady_generation(policy, workload, bench)[1].step_seconds
+    times = seconds[long] / seconds[short]
     return {
-        "ours_us": ours.step_seconds * 1e6,
-        "stock_us": peers[stock],
-        "stock": stock,
-        "peers": peers,
-        "ratio": peers[stock] / (ours.step_seconds * 1e6),
-        "tokens_per_second": {
-            "ours": ours.tokens_per_second,
-            "stock": windows[stock].tokens_per_second,
-        },
+        "ours_us": seconds[long] * 1e6,
+        "figures": {"short_us": seconds[short] * 1e6, "times_short": times},
     }
-
-
-def steady_window(model: Any, workload: Workload, bench: Machine, **settings: Any) -> Window:
-    """The steady state of a workload whose sequences are all as long; `settings` of the engine."""
-    return steady_generation(model, workload, bench, **settings)[1]
 
 
 def steady_generation(
     model: Any, workload: Workload, bench: Machine, **settings: Any
 ) -> tuple[list[list[int]], Window]:
-    """Sequences of a workload, each a prompt and what was decoded behind it; their steady state."""
+    """Sequences of a workload whose completions are all as long, each a prompt and what was decoded
+    behind it; and their steady state. `settings` are those of the engine."""
     engine = engine_for(model, workload, **settings)
     prompts = workload.prompts("steady", model.config.vocab_size)
     sampling = requests(workload.lengths())
@@ -178,18 +128,33 @@ def steady_attention(workload: Workload, window: Window) -> int:
     return steps * first + count * steps * (steps - 1) // 2
 
 
-def long_context(
-    bench: Machine, model: str, long: int, short: int, new_tokens: int
-) -> dict[str, Any]:
-    """Time of a token of one sequence behind `long` tokens, over that behind `short` ones."""
-    seconds = {}
-    with patched_model(model, bench.device) as policy:
-        for length in (short, long):
-            workload = Workload.equal(1, 1, length - new_tokens, new_tokens)
-            seconds[length] = steady_window(policy, workload, bench).step_seconds
-    times = seconds[long] / seconds[short]
-    return {
-        "ours_us": seconds[long] * 1e6,
-        "tokens_per_second": {"ours": 1 / seconds[long]},
-        "figures": {"short_us": seconds[short] * 1e6, "times_short": times},
-    }
+def experts_hit(model: Any, sequences: Sequence[Sequence[int]], new_tokens: int) -> list[float]:
+    """The distinct experts that a decode step meets in each sparse layer: the mean of some steps.
+
+    A training forward over the same sequences routes as decoding did. `sequences` are all as long
+    and end with `new_tokens` that were decoded together; steps are lined up by the position of
+    their tokens, though a sequence may be a few tokens ahead of another.
+    """
+    length = len(sequences[0])
+    fed = new_tokens - 1  # the last token is fed to no step
+    steps = sorted({fed * i // SAMPLED_STEPS for i in range(SAMPLED_STEPS)})
+    positions = torch.tensor([length - new_tokens + step for step in steps])
+    together = max(CHUNK_TOKENS // length, 1)
+    met: list[torch.Tensor] = []  # of each chunk [layers, sequences, steps, k]
+    for first in range(0, len(sequences), together):
+        chunk = sequences[first : first + together]
+        batch = PackedBatch.from_sequences(chunk, model.device)
+        rows = batch.token_rows.view(len(chunk), length)[:, positions.to(model.device)]
+        with torch.no_grad(), numeric_settings(), recorded_routing() as record:
+            packed_hidden_states(model, batch)
+        met.append(torch.stack([layer.expert_ids[rows] for layer in record.layers]))
+    ids = torch.cat(met, dim=1).transpose(1, 2).flatten(2)  # [layers, steps, sequences * k]
+    distinct = 1 + (ids.sort(dim=-1).values.diff(dim=-1) != 0).sum(dim=-1)
+    return distinct.double().mean(dim=1).tolist()
+
+
+def evenly_hit(config: Any, num_sequences: int) -> float:
+    """The distinct experts that a decode step would meet in one layer, if routing were even and
+    tokens independent of each other."""
+    experts = num_experts(config)
+    return experts * (1 - (1 - config.num_experts_per_tok / experts) ** num_sequences)

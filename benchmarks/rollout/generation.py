@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest.mock import patch as attribute
 
 import torch
 
@@ -90,11 +91,8 @@ def replay_events() -> Iterator[list[tuple[Any, Any]]]:
         end.record()
         found.append((start, end))
 
-    torch.cuda.CUDAGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with attribute.object(torch.cuda.CUDAGraph, "replay", timed):
         yield found
-    finally:
-        torch.cuda.CUDAGraph.replay = replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +127,6 @@ class Generation:
     """Events before and after each replay of a CUDA graph."""
     statistics: Any
     """A `RolloutStatistics` of the engine."""
-
-    @property
-    def new_tokens_per_second(self) -> float:
-        """New tokens in a second of the whole `generate`, prefill included."""
-        return sum(len(c.token_ids) for c in self.completions) / self.seconds
-
-    @property
-    def first_token_seconds(self) -> float:
-        """Seconds until the first token of any sequence is known."""
-        return next(tick.seconds for tick in self.ticks if tick.tokens)
 
     @property
     def prefill_end(self) -> int:

@@ -22,58 +22,48 @@ from benchmarks.rollout.generation import (
     timed_generation,
 )
 from benchmarks.rollout.workload import Workload, requests
-from benchmarks.timing import UNAVAILABLE, Machine, library_defaults, reason
+from benchmarks.timing import UNAVAILABLE, Machine, against_stock, library_defaults, reason
 from rl_consistency.numerics.clock import finished_seconds
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 """Modules that generate_batch prefers to SDPA."""
 
-Rate = Callable[[Any, Workload, Machine], float]
-"""New tokens per second of a stock model on a workload."""
+Way = Callable[[Any, Workload, Machine], float]
+"""Seconds of a stock model for all new tokens of a workload."""
 
 
 def hugging_face(
-    name: str, workload: Workload, ways: Mapping[str, Rate], bench: Machine
+    name: str, workload: Workload, ways: Mapping[str, Way], bench: Machine
 ) -> dict[str, Any]:
-    """New tokens per second of ours over the best of Hugging Face's; times are of one token."""
-    ours = our_rate(name, workload, bench)
-    release_memory()
-    model = build_model(name, bench.device)
-    rates, unavailable = {}, {}
-    for way, rate in ways.items():
-        try:
-            with library_defaults():
-                rates[way] = rate(model, workload, bench)
-        except UNAVAILABLE as error:
-            unavailable[way] = reason(error)
-        release_memory()
-    if not rates:
-        raise RuntimeError(f"no way of Hugging Face's ran: {unavailable}")
-    best = max(rates, key=lambda way: rates[way])
-    return {
-        "ours_us": 1e6 / ours,
-        "stock_us": 1e6 / rates[best],
-        "stock": best,
-        "peers": {way: 1e6 / rate for way, rate in rates.items()},
-        "ratio": ours / rates[best],
-        "tokens_per_second": {"ours": ours, **rates},
-        "unavailable": unavailable,
-    }
-
-
-def our_rate(name: str, workload: Workload, bench: Machine) -> float:
-    """New tokens per second of our engine, prefill included."""
+    """Seconds of ours, prefill included, against the best of Hugging Face's; times are of a token.
+    RuntimeError where none of its ways ran."""
     with patched_model(name, bench.device) as model:
         engine, sampling = engine_for(model, workload), requests(workload.lengths())
         for run in ("capture", "measure"):
             prompts = workload.prompts(run, model.config.vocab_size)
-            generation = timed_generation(engine, prompts, sampling, bench)
-    return generation.new_tokens_per_second
+            ours = timed_generation(engine, prompts, sampling, bench).seconds
+    release_memory()
+    model = build_model(name, bench.device)
+    seconds, unavailable = {}, {}
+    for way, run in ways.items():
+        try:
+            with library_defaults():
+                seconds[way] = run(model, workload, bench)
+        except UNAVAILABLE as error:
+            unavailable[way] = reason(error)
+        release_memory()
+    if not seconds:
+        raise RuntimeError(f"no way of Hugging Face's ran: {unavailable}")
+    best, tokens = min(seconds, key=lambda way: seconds[way]), sum(workload.lengths())
+    fields = against_stock(ours / tokens, seconds[best] / tokens, best, 1)
+    peers = {way: 1e6 * each / tokens for way, each in seconds.items()}
+    return fields | {"peers": peers, "unavailable": unavailable}
 
 
-def generate_rate(model: Any, workload: Workload, bench: Machine, *, cache: str | None) -> float:
+def generate(model: Any, workload: Workload, bench: Machine, *, cache: str | None) -> float:
     """`generate` with a cache implementation; None is the dynamic one."""
     ids = torch.tensor(workload.prompts("measure", model.config.vocab_size), device=bench.device)
+    seconds = 0.0
     for new_tokens in (2, workload.longest):  # the first is a warm-up
         model.generation_config = _generation_config(new_tokens, cache)
         started = finished_seconds(bench.device)
@@ -81,10 +71,10 @@ def generate_rate(model: Any, workload: Workload, bench: Machine, *, cache: str 
         seconds = finished_seconds(bench.device) - started
         if out.shape != (len(ids), ids.shape[1] + new_tokens):
             raise RuntimeError(f"generate gave {tuple(out.shape)}, not all the tokens asked for")
-    return workload.sequences * workload.longest / seconds
+    return seconds
 
 
-def generate_batch_rate(model: Any, workload: Workload, bench: Machine) -> float:
+def generate_batch(model: Any, workload: Workload, bench: Machine) -> float:
     """`generate_batch`, from the first request's start to the last one's end: what it allocates and
     captures before is not counted."""
     prompts = workload.prompts("measure", model.config.vocab_size)
@@ -97,7 +87,7 @@ def generate_batch_rate(model: Any, workload: Workload, bench: Machine) -> float
         errors = {str(output.error) for output in outputs if output.error}
         raise RuntimeError(f"generate_batch gave {tokens} tokens, not all: {'; '.join(errors)}")
     starts, ends = zip(*(output.lifespan for output in outputs), strict=True)
-    return tokens / (max(ends) - min(starts))
+    return max(ends) - min(starts)
 
 
 def _generation_config(new_tokens: int, cache: str | None) -> GenerationConfig:
@@ -106,8 +96,8 @@ def _generation_config(new_tokens: int, cache: str | None) -> GenerationConfig:
     return GenerationConfig(**drawn, **length, cache_implementation=cache, disable_compile=True)
 
 
-GENERATE: dict[str, Rate] = {
-    "generate, dynamic cache": partial(generate_rate, cache=None),
-    "generate, static cache": partial(generate_rate, cache="static"),
+GENERATE: dict[str, Way] = {
+    "generate, dynamic cache": partial(generate, cache=None),
+    "generate, static cache": partial(generate, cache="static"),
 }
-GENERATE_BATCH: dict[str, Rate] = {"generate_batch": generate_batch_rate}
+GENERATE_BATCH: dict[str, Way] = {"generate_batch": generate_batch}

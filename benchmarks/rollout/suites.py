@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any
 
 from benchmarks.models import is_sparse
-from benchmarks.random_shapes import draw_models, draw_workloads
-from benchmarks.rollout.cold_start import MODEL, WORK, cold_start
+from benchmarks.recipe import MICRO_BATCH, grpo_step
 from benchmarks.rollout.copying import SPECULATION, copying
-from benchmarks.rollout.decoding import decode, long_context, shared_keys, steady_step
-from benchmarks.rollout.grpo import MICRO_BATCH, grpo_step
+from benchmarks.rollout.decoding import long_context, shared_keys, steady_step
 from benchmarks.rollout.hugging_face import GENERATE, GENERATE_BATCH, hugging_face
+from benchmarks.rollout.processes import MODEL, WORK, cold_start, tune_policy
 from benchmarks.rollout.workload import Workload
+from benchmarks.shapes import draw_models, draw_workloads
 from benchmarks.suite import Case, Suites, cases, of_seed
-from benchmarks.tune.policy import tune_policy
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
 GROUPED = (SMALL, "qwen2.5-1.5b", LARGE)
@@ -32,7 +31,7 @@ def _case(
 
 
 def rollout_suites() -> Suites:
-    """The suites that the bars are over."""
+    """What is measured without options."""
     equal = Workload.equal
     generate, batched = equal(32, 8, 512, 128), equal(32, 8, 512, 32)
     roofline = [equal(batch, 1, 960, 96) for batch in (64, 128, 256)]
@@ -42,7 +41,6 @@ def rollout_suites() -> Suites:
     copies = [equal(batch, 1, 513, 512) for batch in (1, 8)]
     context = {"long": 32768, "short": 1024, "new_tokens": 64}
     edit = partial(_case, "edit a text", copying, SMALL, speculation=SPECULATION)
-    spread = Workload(32, 8, 512, 1024)
     return {
         "rollout_roofline": [_case("decode step", steady_step, LARGE, w) for w in roofline],
         "rollout_idle": [_case("decode step", steady_step, SMALL, w) for w in idle],
@@ -60,11 +58,6 @@ def rollout_suites() -> Suites:
         ],
         "rollout_cold_start": [_case("first token", cold_start, MODEL, WORK)],
         "rollout_tune": cases("tune", tune_policy, [{"model": LARGE}]),
-        # Stock ops take the longest here, and time may be short.
-        **{
-            f"rollout_decode_{name}": [_case("decode", decode, name, spread)]
-            for name in (SMALL, MIDDLE, LARGE)
-        },
     }
 
 
@@ -85,7 +78,15 @@ def named_rollout_suites(models: Sequence[str]) -> Suites:
 
 
 def random_rollout_suites(seed: int) -> Suites:
-    """Decoding of small dense models and workloads drawn by a seed."""
+    """Decode steps of small dense models and workloads drawn by a seed, no prompt shared."""
     pairs = zip(draw_models(seed, 2), draw_workloads(seed, 2), strict=True)
-    found = [_case("decode", decode, model, Workload(**drawn)) for model, drawn in pairs]
-    return of_seed(seed, {"rollout_decode": found})
+    found = [
+        _case(
+            "decode step",
+            steady_step,
+            model,
+            Workload.equal(drawn["groups"], 1, drawn["prompt_len"], 64),
+        )
+        for model, drawn in pairs
+    ]
+    return of_seed(seed, {"rollout_roofline": found})

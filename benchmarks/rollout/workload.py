@@ -18,9 +18,6 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 MEDIAN_SHARE, SPREAD = 0.35, 0.6
 """Lognormal lengths: their median as a share of the longest, and the deviation of their log."""
 
-WARM_UP_DROP, WARM_UP_STEPS = 8, 2
-"""A warm-up ends so many sequences at a time, after so many steps at each batch size."""
-
 TOKENS_BEYOND = 8
 """Cache slots kept free behind each sequence: a step in flight, or a draft."""
 
@@ -69,34 +66,16 @@ class Workload:
             for _ in range(self.sequences)
         ]
 
-    def prompts(self, run: str, vocabulary: int, prompt_len: int | None = None) -> list[list[int]]:
+    def prompts(self, run: str, vocabulary: int) -> list[list[int]]:
         """One prompt per sequence, equal within a group; other ones for every `run`."""
-        draw, length = random.Random(f"0 {run}"), prompt_len or self.prompt_len
+        draw, length = random.Random(f"0 {run}"), self.prompt_len
         distinct = [draw.choices(range(vocabulary), k=length) for _ in range(self.groups)]
         return [distinct[i // self.group_size] for i in range(self.sequences)]
 
-    def warm_up_lengths(self) -> list[int]:
-        """Lengths that take a batch through its sizes from all sequences to one in few steps:
-        `WARM_UP_DROP` end at a time until so many are left, which end one by one."""
-        many = max(self.sequences - WARM_UP_DROP, 0)
-        above = -(-many // WARM_UP_DROP)
-        levels = [i // WARM_UP_DROP for i in range(many)]
-        levels += [above + i for i in range(self.sequences - many)]
-        return [min(1 + WARM_UP_STEPS * (level + 1), self.longest) for level in levels]
-
-    def warm_up_prompt_lens(self) -> list[int]:
-        """Prompts behind which the longest sequence crosses each power of two that it will meet:
-        stock attention is captured for contexts up to such a power."""
-        end = self.prompt_len + self.longest
-        powers = (1 << k for k in range(self.prompt_len.bit_length(), end.bit_length()))
-        return [self.prompt_len, *(p for p in powers if self.prompt_len < p < end)]
-
     def kv_blocks(self, block_size: int) -> int:
         """Cache blocks with room for every sequence at its full length, nothing shared."""
-        return max(
-            sum(-(-(self.prompt_len + n + TOKENS_BEYOND) // block_size) for n in lengths)
-            for lengths in (self.lengths(), self.warm_up_lengths())
-        )
+        tokens = (self.prompt_len + n + TOKENS_BEYOND for n in self.lengths())
+        return sum(-(-each // block_size) for each in tokens)
 
 
 def requests(lengths: Sequence[int], **options: Any) -> list[SamplingParams]:
@@ -142,11 +121,3 @@ class DecodeBytes:
             raise ValueError("the bytes of a mixture of experts depend on the experts hit.")
         weights = self.weights + experts_hit * self.per_expert
         return steps * weights + tokens * self.per_token
-
-
-def tokens_attended(prompt_len: int, new_tokens: int) -> int:
-    """Keys read to decode one sequence; its first new token comes with the prompt.
-
-    The step that gives new token t + 1 attends to the prompt and t new tokens.
-    """
-    return (new_tokens - 1) * prompt_len + new_tokens * (new_tokens - 1) // 2

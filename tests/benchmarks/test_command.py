@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: arguments, refusals, the last line."""
+"""`python -m benchmarks`: arguments, refusals, the rows, the last line."""
 
 import json
 from types import SimpleNamespace
@@ -7,18 +7,26 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.random_shapes import draw_folds
-from benchmarks.results import Results, load, save
-from benchmarks.suite import Case
-from benchmarks.timing import QUICK, Ceilings
-from benchmarks.tune.works import OPS
-from tests.benchmarks.made_rows import row
+from benchmarks.distributed import distributed_suites
+from benchmarks.ops.suites import op_suites, random_op_suites
+from benchmarks.rollout.suites import (
+    named_rollout_suites,
+    random_rollout_suites,
+    rollout_suites,
+)
+from benchmarks.shapes import BANDS, draw_folds
+from benchmarks.suite import Case, of_seed
+from benchmarks.timing import Ceilings
+from benchmarks.train import named_training_suites, random_training_suites, training_suites
+from benchmarks.trl import trl_suites
+from benchmarks.tune.shipped import write_shipped
+from rl_consistency.kernels.core.findings import SHIPPED, Winner
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("what", ["ops", "rollout", "train", "tune"])
+@pytest.mark.parametrize("what", ["ops", "rollout", "train", "tune matmul"])
 def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
-    assert command.main([what]) == 2
+    assert command.main(what.split()) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: the benches measure an NVIDIA GPU (sm_80 or later); none is here."
     ]
@@ -28,26 +36,14 @@ def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
     ("arguments", "message"),
     [
         ("ops --only matmul_forward,nothing", "--only nothing: `ops` has matmul_forward, "),
-        ("train --only matmul_forward", "`train` has training_step"),
         ("ops --random-shapes 3 --only matmul_forward", "`ops` has matmul_random, "),
         ("train --random-shapes 3 --model llama3.2-1b", "give it or --model"),
         ("train --model llama3.2-1b,gpt2", "no model 'gpt2'"),
         ("rollout --vllm /absent", "--vllm /absent: no folder `vllm` with a package is in it"),
-        ("rollout --against defaults", "--against and --seconds go with --vllm FOLDER"),
-        ("rollout --seconds 10", "--against and --seconds go with --vllm FOLDER"),
-        ("rollout --vllm /absent --random-shapes 3", "--random-shapes does not"),
-        ("rollout --vllm /absent --random-shapes 3 --model x", "give it or --model"),
-        ("rollout --vllm /absent --seconds 0", "--seconds 0: give more than 0"),
+        ("rollout --against defaults", "--against goes with --vllm FOLDER"),
+        ("rollout --vllm /absent --random-shapes 3", "--random-shapes draws its models"),
         ("ops --json /absent/x.json", "not a file in an existing directory"),
-        ("tune nothing", "the ops are matmul, fold"),
-        ("tune fold --write", "--write goes with `tune matmul`"),
-        ("tune --random-shapes 3", "--random-shapes goes with `tune matmul | fold`"),
-        ("tune rotary --random-shapes 3", "--random-shapes goes with `tune matmul | fold`"),
-        ("tune matmul --random-shapes 3 --write", "and without --write"),
-        ("tune matmul --random-shapes 3 --count 0", "are at least 1"),
-        ("tune matmul --random-shapes 3 --compile-workers 0", "are at least 1"),
-        ("tune matmul --compile-workers 4", "--compile-workers go with --random-shapes"),
-        ("tune matmul --count 4", "--count and --compile-workers go with --random-shapes"),
+        ("accuracy --device bogus", "--device"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
@@ -56,138 +52,100 @@ def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
     assert error.startswith("error: ") and message in error
 
 
-def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys):
-    good = Case(work="-", shape={}, run=lambda m: {"ours_us": 1.0, "ratio": 0.5})
-    bad = Case(work="bad", shape={"n": 3}, run=lambda m: [][1])
-    suites = {"gradient_fold": [good], "other": [bad]}
-    machine = SimpleNamespace(device=torch.device("cpu"), ceilings=Ceilings(1.0, 1.0))
-    monkeypatch.setitem(command.SUITES, "ops", lambda: suites)
-    monkeypatch.setattr(command, "_machine", lambda: machine)
+def run(monkeypatch, suites, *options):
+    class Machine(SimpleNamespace):
+        def __init__(self, device):
+            super().__init__(device=torch.device("cpu"), ceilings=Ceilings(1.0, 1.0))
+
+    monkeypatch.setitem(command.SUITES, "ops", (lambda: suites, ""))
+    monkeypatch.setattr(command, "Machine", Machine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return command.main(["ops", *options])
+
+
+def raising(error):
+    def run(machine):
+        raise error
+
+    return run
+
+
+def test_a_run_saves_its_rows_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys):
+    good = Case(
+        work="-", shape={"n": 2}, run=lambda m: {"ours_us": 1.0, "ratio": 0.5, "stock": "torch"}
+    )
+    full = Case(work="-", shape={"n": 3}, run=raising(torch.OutOfMemoryError("CUDA out of memory")))
     file = tmp_path / "gpu.json"
-    options = ["ops", "--json", str(file)]
-    assert command.main([*options, "--only", "gradient_fold"]) == 0
+    assert run(monkeypatch, {"fold": [full, good]}, "--json", str(file)) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    name = "gradient_fold_geomean"
-    assert last == {"failed": [], "figures": {name: 0.5}, "missed": [name]}
-    assert command.main(options) == 1
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["failed"] == ["other: bad bfloat16 n=3"]
-    results = load(file)
-    assert [row.suite for row in results.rows] == ["gradient_fold", "other"]
-    assert results.meta["command"] == f"python -m benchmarks ops --json {file}"
-    assert command.main(["compare", str(file), str(file)]) == 0
-    assert "gradient_fold" in capsys.readouterr().out
-    missing = tmp_path / "typo.json"
-    assert command.main(["compare", str(missing), str(file)]) == 2
-    assert f"{missing} does not exist" in capsys.readouterr().err
-    file.write_text("[" * 100_000)
-    assert command.main(options) == 2
-    file.write_text("{")
-    assert command.main(options) == 2
-    assert f"{file} is no results file" in capsys.readouterr().err
+    figures = {"fold": {"cases": 1, "mean": 0.5, "lowest": 0.5}}
+    assert last == {"failed": ["fold {'n': 3}"], "figures": figures}
+    content = json.loads(file.read_text())
+    failed, fine = content["rows"]
+    assert failed["error"] == "OutOfMemoryError: CUDA out of memory" and fine["ratio"] == 0.5
+    meta = content["meta"]
+    assert meta["command"] == f"python -m benchmarks ops --json {file}"
+    assert {"device", "versions", "commit", "kernels_sha256", "ceilings"} <= meta.keys()
+    killed = Case(work="-", shape={"n": 4}, run=raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, {"fold": [good, killed]}, "--json", str(file))
+    assert len(json.loads(file.read_text())["rows"]) == 1
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert run(monkeypatch, {"fold": [Case(work="-", shape={}, run=raising(lost))]}) == 2
+    assert "the GPU no longer answers" in capsys.readouterr().err
 
 
-def test_results_are_merged_into_the_first_file(tmp_path, capsys):
-    into, other, missing = (tmp_path / f"{name}.json" for name in ("into", "other", "missing"))
-    meta, record = {"device": "GPU"}, {"complete": True}
-    save(other, Results().merged("matmul_dx", [row("matmul_dx")], meta, record))
-    assert command.main(["merge", str(into), str(other)]) == 0
-    assert load(into).rows == load(other).rows
-    held = into.read_text()
-    for name, text in ((missing, "does not exist"), (other, "holds results of 'another'")):
-        if name == other:
-            save(other, Results(meta={"device": "another"}))
-        assert command.main(["merge", str(into), str(name)]) == 2
-        assert text in capsys.readouterr().err and into.read_text() == held
-
-
-@pytest.mark.parametrize("device", ["bogus", "meta", "cpu:x", ""])
-def test_accuracy_on_no_device_is_an_error_by_name(device, capsys):
-    assert command.main(["accuracy", "--device", device]) == 2
-    assert "--device" in capsys.readouterr().err
-
-
-def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):
-    asked = []
-
-    def measure(suites, machine, results, meta, file, only):
-        asked.append({name: [case.shape for case in cases] for name, cases in suites.items()})
-        return Results()
-
-    monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(command, "measure", measure)
-    assert command.main(["ops", "--random-shapes", "5", "--only", "gradient_fold_random"]) == 0
-    assert asked.pop() == {"gradient_fold_random": [{"seed": 5} | x for x in draw_folds(5, 24)]}
-    assert command.main(["rollout", "--random-shapes", "0"]) == 0
-    assert list(asked.pop()) == ["rollout_decode_random"]
-    assert command.main(["train", "--model", "llama3.2-1b,qwen2.5-1.5b"]) == 0
-    (shapes,) = asked.pop().values()
-    assert [shape["model"] for shape in shapes] == 3 * ["llama3.2-1b"] + 3 * ["qwen2.5-1.5b"]
-    assert command.main(["rollout", "--model", "llama3.2-1b"]) == 0
-    (shapes,) = asked.pop().values()
-    assert [(shape["model"], shape["sequences"]) for shape in shapes] == [
-        ("llama3.2-1b", 64),
-        ("llama3.2-1b", 256),
+def test_no_case_is_there_twice_and_random_ones_name_their_seed():
+    models = ["llama3.2-1b", "olmoe-1b-7b"]
+    suites = {**op_suites(), **training_suites(), **rollout_suites(), **distributed_suites()}
+    suites |= trl_suites() | named_training_suites(models) | named_rollout_suites(models)
+    for suites_of in (random_op_suites, random_training_suites, random_rollout_suites):
+        found, others = suites_of(5), suites_of(6)
+        assert found.keys() == others.keys() and not suites.keys() & found.keys()
+        for name, drawn in found.items():
+            assert name.endswith("_random") and all(case.shape["seed"] == 5 for case in drawn)
+            assert [c.shape | {"seed": 0} for c in drawn] != [
+                c.shape | {"seed": 0} for c in others[name]
+            ], name
+        suites |= found
+    for cases_of in suites.values():
+        shapes = [(case.work, case.dtype, *case.shape.items()) for case in cases_of]
+        assert shapes and len(set(shapes)) == len(shapes)
+    for low, high in BANDS:
+        assert sum(low <= c.shape["m"] <= high for c in suites["matmul_random"]) == 12
+    assert [c.shape for c in suites["gradient_fold_random"]] == [
+        {"seed": 5} | shape for shape in draw_folds(5, 24)
     ]
-    assert command.main(["train", "--model", "mixtral-8x7b-2l,llama3.2-1b"]) == 0
-    assert list(asked.pop()) == ["training_step_named", "training_step_sparse"]
 
 
-def test_random_shapes_are_compiled_first_and_timed_for_a_short_time(monkeypatch, tmp_path):
-    machine, calls = SimpleNamespace(device=torch.device("cpu")), []
-    monkeypatch.setattr(command, "_machine", lambda: machine)
-    monkeypatch.setattr(command, "compile_schedules", lambda *given: calls.append(given))
-
-    def tune(works, machine, file, rounds):
-        calls.append(([work.shape for work in works], file, rounds))
-        return {"a": {"refused": []}, "b": {"refused": refused}}
-
-    monkeypatch.setattr(command, "tune", tune)
-    file, refused = tmp_path / "tune.json", []
-    options = ["tune", "fold", "--random-shapes", "5", "--count", "3", "--json", str(file)]
-    assert command.main([*options, "--compile-workers", "2"]) == 0
-    assert calls == [("fold", 2), (draw_folds(5, 3), file, QUICK)]
-    refused = ["a schedule of other bytes"]
-    assert command.main(options) == 1
+def test_a_case_of_random_shapes_runs_without_its_seed():
+    case = Case(work="-", shape={"n": 1}, run=lambda machine: {"ours_us": 1.0})
+    (drawn,) = of_seed(5, {"fold": [case]})["fold_random"]
+    assert drawn.shape == {"seed": 5, "n": 1} and drawn.run(None) == {"ours_us": 1.0}
 
 
-def test_random_shapes_of_the_same_file_are_not_written_into_the_table(monkeypatch, tmp_path):
-    written = []
-
-    def tune(works, machine, file, rounds):
-        drawn = [SimpleNamespace(key="matmul drawn")]
-        return {work.key: {"refused": []} for work in [*works, *drawn]}
-
-    monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(command, "tune", tune)
-    monkeypatch.setattr(command, "write_shipped", lambda rows, where: written.extend(rows))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
-    assert command.main(["tune", "matmul", "--write"]) == 0
-    assert len(written) == len(list(OPS["matmul"](torch.device("cpu"))))
-    assert "matmul drawn" not in written
+def test_mixtures_of_experts_are_measured_in_suites_of_their_own():
+    models = ["qwen2.5-0.5b", "qwen3-30b-a3b-6l"]
+    steps = named_training_suites(models)
+    sizes = [
+        (case.shape["sequences"], case.shape["length"]) for case in steps["training_step_named"]
+    ]
+    assert sizes == [(16, 1024), (8, 2048), (1, 32768)]
+    assert [c.shape["model"] for c in steps["training_step_sparse"]] == 2 * models[1:]
+    (cases_of,) = named_rollout_suites(models[1:]).values()
+    assert [case.shape["sequences"] for case in cases_of] == [1, 8, 32, 64, 256]
 
 
-def test_a_run_beside_vllm_takes_models_modes_and_names_unknown_ones(monkeypatch, tmp_path, capsys):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").touch()
-    asked = []
-
-    def measure(suites, machine, results, meta, file, only):
-        asked.append({name: len(cases) for name, cases in suites.items()})
-        return Results()
-
-    monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(command, "measure", measure)
-    beside = ["rollout", "--vllm", str(tmp_path)]
-    assert command.main([*beside, "--against", "defaults", "--seconds", "500"]) == 0
-    suites = [f"rollout_vllm_{name}" for name in ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")]
-    assert asked.pop() == dict.fromkeys(suites, 5)
-    assert command.main([*beside, "--model", "qwen3-30b-a3b"]) == 0
-    assert asked.pop() == {"rollout_vllm_qwen3-30b-a3b": 5}
-    assert command.main([*beside, "--only", "rollout_vllm_qwen3-8b"]) == 0
-    assert asked.pop() == {"rollout_vllm_qwen3-8b": 5}
-    capsys.readouterr()
-    assert command.main([*beside, "--against", "defaults,fast"]) == 2
-    assert "--against fast: give some of defaults, invariant." in capsys.readouterr().err
-    assert command.main([*beside, "--model", "gpt2"]) == 2
-    assert "no model 'gpt2'" in capsys.readouterr().err
+def test_winners_go_over_those_that_are_shipped_and_the_rest_stays(tmp_path):
+    file = tmp_path / "shipped.json"
+    file.write_text(SHIPPED.read_text("utf-8"))
+    before = json.loads(file.read_text())
+    work = next(iter(before["winners"]))
+    write_shipped({work: Winner("another"), "matmul/new": Winner("tile")}, {"device": "G"}, file)
+    after = json.loads(file.read_text())
+    found = {work: {"schedule": "another"}, "matmul/new": {"schedule": "tile"}}
+    assert after == before | {"identity": {"device": "G"}, "winners": before["winners"] | found}
+    assert file.read_text().count("\n") < 2 * len(after["winners"])

@@ -12,9 +12,9 @@ from benchmarks.timing import (
     Ceilings,
     Contestant,
     Race,
-    _fields,
     covered,
     library_defaults,
+    row_fields,
 )
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
 
@@ -33,7 +33,9 @@ def race(stock, peers=()):
 
 def test_the_fastest_stock_way_counts_and_every_way_is_reported():
     seconds = {"ours": 4e-6, "flash": 6e-6, "cudnn": 5e-6, "liger": 8e-6}
-    fields = _fields(race(("flash", "cudnn"), ("liger",)), seconds, {"ours": 7, "cudnn": 9}, 2e-6)
+    fields = row_fields(
+        race(("flash", "cudnn"), ("liger",)), seconds, {"ours": 7, "cudnn": 9}, 2e-6
+    )
     assert fields["stock"] == "cudnn"
     assert fields["ratio"] == pytest.approx(1.25)
     assert fields["peers"] == pytest.approx({"flash": 6.0, "cudnn": 5.0, "liger": 8.0})
@@ -75,6 +77,9 @@ class Timed(bench_timing.Machine):
 
         return timer
 
+    def _taken(self):
+        return 0
+
     def _trim(self):
         pass
 
@@ -99,7 +104,7 @@ def test_medians_of_interleaved_rounds_and_refusals_reported():
     assert fields["ratio"] == pytest.approx(1.5)
     assert fields["unavailable"] == dict.fromkeys(("flash", "liger"), "RuntimeError: no kernel")
     rounds = machine.order.count("ours")
-    assert rounds == machine.order.count("cudnn") and ROUNDS.least <= rounds <= ROUNDS.most
+    assert rounds == machine.order.count("cudnn") and ROUNDS["least"] <= rounds <= ROUNDS["most"]
     assert machine.order[:4] == ["ours", "cudnn", "cudnn", "ours"]
 
 
@@ -118,7 +123,7 @@ def test_ours_is_timed_alone_where_all_others_lack_memory():
     full, refused = Contestant.of(too_large), Contestant.of(refusing)
     race = Race(ours=lasting(1.0, "ours"), stock={"sdpa": full}, peers={"liger": full})
     fields = Timed().measure(race)
-    assert fields["ours_us"] and fields["ratio"] is None and not fields["peers"]
+    assert fields["ours_us"] and "ratio" not in fields and not fields["peers"]
     assert fields["unavailable"].keys() == {"sdpa", "liger"}
     with pytest.raises(RuntimeError, match="no stock way runs this shape"):
         Timed().measure(replace(race, peers={"liger": refused}))
@@ -132,7 +137,7 @@ def test_a_peer_counts_where_stock_does_not_run():
             peers={"liger": lasting(2.0, "liger")},
         )
     )
-    assert (fields["ratio"], fields["stock"], fields["stock_us"]) == (None, None, None)
+    assert not {"ratio", "stock", "stock_us"} & fields.keys()
     assert fields["peers"] == {"liger": 2e6} and fields["unavailable"].keys() == {"sdpa"}
 
 

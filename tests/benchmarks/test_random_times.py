@@ -8,7 +8,6 @@ import pytest
 from benchmarks.tune.random_times import (
     FILE,
     Timed,
-    mean_and_lowest,
     misfit,
     timed_folds,
     timed_products,
@@ -49,7 +48,3 @@ def test_a_misfit_counts_slow_schedules_little_and_unknown_ones_not_at_all():
     far_slow = misfit([timed], lambda name, _: ({**expected, "slow": 200.0}).get(name))
     assert far_best == pytest.approx(log(2) ** 2 / 1.02)
     assert far_slow == pytest.approx(0.02 * log(2) ** 2 / 1.02)
-
-
-def test_a_mean_is_geometric():
-    assert mean_and_lowest([0.5, 2.0]) == (1.0, 0.5)

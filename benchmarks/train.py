@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import build_model, is_sparse, model_config, twin
-from benchmarks.peers import LIGER_FP32, batch_invariant_mode, patch_by_liger, peer
-from benchmarks.random_shapes import draw_models
+from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
+from benchmarks.shapes import draw_models
 from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
 from rl_consistency.models.layer_graphs import CAPTURED_AT
@@ -101,14 +101,11 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
             tokens=ids.numel(),
             memory=True,
         )
-        fields = bench.measure(race)
-        idle = bench.idle_share(ours)
+        fields = bench.measure(race) | {"figures": {"idle_share": bench.idle_share(ours)}}
     if "liger" in fields["peers"]:
-        fields["peak_bytes"] |= {LIGER_FP32: _peak_in_fp32(bench, peers["liger"], liger_model)}
-    return fields | {
-        "unavailable": refused | fields.get("unavailable", {}),
-        "figures": {"idle_share": idle},
-    }
+        peak = _peak_in_fp32(bench, peers["liger"], liger_model)
+        fields["peak_bytes"] |= {"liger, fp32 gradients": peak}
+    return fields | {"unavailable": refused | fields.get("unavailable", {})}
 
 
 def _peak_in_fp32(bench: Machine, contestant: Contestant, model: nn.Module) -> int:

@@ -1,0 +1,108 @@
+"""GRPO steps of our own trainer on random prompts, and what its metrics say of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.make_random_model import main as make_random_model
+from benchmarks.rollout.workload import Workload
+from benchmarks.timing import Machine, against_stock
+from rl_consistency.numerics.files import write_output
+from rl_consistency.numerics.strict import strict
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.run import train
+
+STEPS, WARM_UP = 5, 2
+"""Steps of a run, and how many of them do not count: they capture graphs and compile kernels."""
+MICRO_BATCH = 16
+PHASES = ("step", "rollout", "training", "digest")
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def random_prompts(count: int, length: int) -> list[dict[str, str]]:
+    """Texts of one token per character, so many tokens long."""
+    draw = random.Random(0)
+    return [{"prompt": "".join(draw.choices(LETTERS, k=length))} for _ in range(count)]
+
+
+def variety(completions: list[str], **columns: Any) -> list[float | None]:
+    """The share of characters that are not there before, as TRL calls a reward. Random weights do
+    not meet it equally."""
+    return [len(set(text)) / max(len(text), 1) for text in completions]
+
+
+def recipe_steps(
+    place: str, device: str, workload: Workload, *, micro_batch: int = MICRO_BATCH,
+    steps: int = STEPS, name: str = "run", **training: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Metrics of the steps behind the warm-up, on `place`/model; of rank 0 alone, others get none.
+
+    `training` are more keys of that section, and `gradient_leaves`.
+    """
+    folder, leaves = Path(place), training.pop("gradient_leaves", 1)
+    rows = random_prompts(steps * workload.groups, workload.prompt_len)
+    data = folder / f"prompts{len(rows)}.jsonl"  # which every rank writes
+    write_output(data, "\n".join(json.dumps(row | {"answer": "none"}) for row in rows))
+    tree = {
+        "run": {"name": name, "device": device, "output_dir": str(folder / name)},
+        "policy": {"path": f"{place}/model", "dtype": "bfloat16"},
+        "tokenizer": {"kind": "auto"},
+        "data": {
+            "path": str(data),
+            "prompt_field": "prompt",
+            "max_prompt_tokens": workload.prompt_len,
+        },
+        "reward": {"functions": [{"name": "benchmarks.recipe:variety", "signature": "trl"}]},
+        "rollout": {
+            "prompts_per_step": workload.groups,
+            "sampling": {"n": workload.group_size, "max_tokens": workload.longest},
+            "max_batch_tokens": 16384,
+        },
+        "optimizer": {"learning_rate": 1e-6},
+        "training": {"steps": steps, "micro_batch_size": micro_batch, **training},
+        "consistency": {"gradient_leaves": leaves, "on_drift": "record"},
+        "tracking": {"console": False},
+    }
+    train(RunConfig.model_validate(tree), announce=lambda line: None)
+    file = folder / name / "metrics.jsonl"
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
+    found = [row for row in map(json.loads, lines) if "time/step_seconds" in row]
+    return found[WARM_UP:]
+
+
+def phase_medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of each phase that every step has."""
+    names = {phase: f"time/{phase}_seconds" for phase in PHASES}
+    return {
+        phase: median(row[name] for row in rows)
+        for phase, name in names.items()
+        if all(name in row for row in rows)
+    }
+
+
+def grpo_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+    """Time of a step with stock ops over that with canonical ones, and whose tokens drift.
+
+    Stock is the same trainer and engine with every op on its stock path.
+    """
+    seconds: dict[str, float] = {}
+    figures: dict[str, Any] = {}
+    with TemporaryDirectory() as place:
+        make_random_model(["--preset", name, f"{place}/model"])
+        for mode in ("strict", "stock"):
+            with strict(mode == "strict"):
+                rows = recipe_steps(place, bench.device.type, workload, name=mode)
+            medians = phase_medians(rows)
+            seconds[mode] = medians["step"]
+            figures |= {f"{mode}/{phase}_seconds": value for phase, value in medians.items()}
+            for count in ("tokens", "mismatched_tokens"):
+                figures[f"{mode}/{count}"] = sum(row[f"consistency/{count}"] for row in rows)
+    stock, tokens = "the same trainer with stock ops", workload.sequences * workload.longest
+    fields = against_stock(seconds["strict"], seconds["stock"], stock, tokens)
+    return fields | {"figures": figures}

@@ -1,0 +1,46 @@
+"""Writes what is shipped with the kernels: the winners of products at the models' shapes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from benchmarks.shapes import ROWS, WEIGHTS
+from benchmarks.suite import own_winners
+from benchmarks.timing import Machine
+from rl_consistency.kernels.core.findings import SHIPPED, Winner
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.tuning.products import product
+from rl_consistency.tuning.tune import tune_works
+
+
+def tune_products(machine: Machine) -> dict[str, Winner]:
+    """The winner of each product that has a faster schedule than what runs now, by its work.
+    ConsistencyError where a schedule gave other bytes."""
+    bf16 = torch.bfloat16
+    works = []
+    for weight, layout, m in itertools.product(WEIGHTS, ("nt", "nn"), ROWS):
+        n, k = weight if layout == "nt" else weight[::-1]
+        works.append(product(machine.device, layout, m, n, k, bf16, bf16))
+    with own_winners(machine.device) as store, numeric_settings(), torch.no_grad():
+        report = tune_works(works, machine, store, clock=lambda: 0.0)
+        if report.withdrawn:
+            raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
+        return store.winners
+
+
+def write_shipped(
+    winners: Mapping[str, Winner], identity: Mapping[str, str], file: Path = SHIPPED
+) -> None:
+    """Put winners over those of the shipped findings, whose certificates and withdrawals stay."""
+    content = json.loads(file.read_text("utf-8"))
+    found = {work: {"schedule": winner.schedule} for work, winner in winners.items()}
+    held = dict(sorted((content["winners"] | found).items()))
+    text = json.dumps(content | {"identity": dict(identity), "winners": held}, indent=1)
+    file.write_text(re.sub(r"\{\s+(\"schedule\": .*)\s+\}", r"{\1}", text) + "\n", "utf-8")
