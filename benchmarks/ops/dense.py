@@ -140,11 +140,11 @@ def attention(
         return _sdpa(*(_batched(x, batch) for x in leaves), causal=True)
 
     def theirs() -> Sequence[Call]:
-        return [gradients(stock, leaves, lambda _: _batched(do, batch)) if backward else stock]
+        return [gradients(stock, leaves, [_batched(do, batch)]) if backward else stock]
 
     moved = float(sum(x.nbytes for x in (*leaves, q)))
     race = Race(
-        ours=Contestant.of(gradients(ours, leaves, lambda _: do) if backward else ours),
+        ours=Contestant.of(gradients(ours, leaves, [do]) if backward else ours),
         stock=_backends(theirs),
         moved_bytes=2 * moved if backward else moved,
         # Causal: two products over half of the square; five in backward.
