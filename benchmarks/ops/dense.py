@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import peer
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
-from benchmarks.suite import gradients, normal, own_winners, stepped
+from benchmarks.suite import gradients, normal, stepped
 from benchmarks.timing import Call, Contestant, Machine, Race
+from benchmarks.tune.shipped import winners_of
 from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
@@ -28,10 +29,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
-from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning import products
-from rl_consistency.tuning.tune import tune_works
 from rl_consistency.tuning.work import fewer_rows, with_fewer
 
 GRAPH_ROWS = 256
@@ -93,11 +91,7 @@ def tuned_product(
         for rows in (bucket, fewer_rows(bucket))
     )
     (work,) = with_fewer([largest], [fewer])
-    with own_winners(bench.device) as store:
-        with numeric_settings(), torch.no_grad():
-            report = tune_works([work], bench, store, clock=lambda: 0.0)
-        if report.withdrawn:
-            raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
+    with winners_of(bench, [work]):
         return product(layout, bench, m, n, k, graph_rows)
 
 
