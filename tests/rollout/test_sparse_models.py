@@ -24,7 +24,12 @@ SAMPLING = SamplingParams(n=2, max_tokens=6, seed=4)
 SPARSE = ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 
 
-@pytest.fixture(params=SPARSE)
+@pytest.fixture(
+    params=[
+        SPARSE[1],
+        *(pytest.param(s, marks=pytest.mark.thorough) for s in (SPARSE[0], SPARSE[2])),
+    ]
+)
 def model(request):
     with patch(built := build_preset(request.param)):
         yield built
