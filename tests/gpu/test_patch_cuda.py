@@ -10,8 +10,8 @@ from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.gradients import check_gradients
 from rl_consistency.parity.stock import shadow_stock_path
-from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.comparison import assert_within
 
 pytestmark = pytest.mark.gpu
 
