@@ -135,7 +135,13 @@ def test_the_library_of_experts_gives_the_same_product(kind):
     assert found.differing["grouped_mm"] < 18 * 24 / 4  # on a CPU the orders differ
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("nt", "fold", "norm") else pytest.mark.thorough)
+        for case in CASES
+    ],
+)
 def test_every_candidate_has_the_bytes_of_the_default(case):
     make, _ = CASES[case]
     work = make(FP32 if case in ("nt", "nn", "fold", "experts nt", "experts fold") else BF16)

@@ -54,6 +54,7 @@ def test_a_run_leaves_what_it_promises(tiny_run):
     assert told == [line for line in told if line.startswith("warm start")] != []
 
 
+@pytest.mark.thorough
 def test_a_run_repeated_takes_the_same_trajectory(tiny_run, lasting, lasting_summary):
     first, rows = tiny_run(**tiny_run.LONG)
     again, rows_again = tiny_run(**tiny_run.LONG, overwrite=True)

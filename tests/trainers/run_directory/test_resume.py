@@ -79,16 +79,21 @@ def interrupt(monkeypatch, place):
     monkeypatch.setattr(GRPOTrainer, "_learn", learning)
 
 
+PLACES = [
+    ("after save", 0),
+    ("after log", 2),
+    ("after learning", 3),
+    ("before log", 4),
+    ("after save", 6),
+]
+
+
 @pytest.mark.parametrize(
     "place",
     [
         ("after log", 0),
-        ("after save", 0),
-        ("after log", 2),
         ("in save", 2),
-        ("after learning", 3),
-        ("before log", 4),
-        ("after save", 6),
+        *(pytest.param(place, marks=pytest.mark.thorough) for place in PLACES),
     ],
     ids=lambda place: " ".join(map(str, place)),
 )

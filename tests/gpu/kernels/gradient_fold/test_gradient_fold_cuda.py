@@ -1,16 +1,12 @@
 """The gradient fold on a GPU: one result, whatever the schedule and wherever the cut."""
 
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
-from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
-from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums, launch_steps
 from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import (
@@ -163,60 +159,6 @@ def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
         assert same_bytes(got, expected)
     for dtype in DTYPES:
         assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
-
-
-@contextmanager
-def no_waiting():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
-def test_nothing_waits_for_the_device(name):
-    new, fold = folds(torch.bfloat16)[name]
-    buffer = new()
-    with no_waiting():
-        fold(buffer, slice(0, TOKENS))
-
-
-@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
-def test_a_captured_graph_gives_the_eager_bytes(name):
-    new, fold = folds(torch.bfloat16)[name]
-    eager = folded(new, fold, [512])
-    captured = new()
-    fold(new(), slice(0, 512))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fold(captured, slice(0, 512))
-        fold(captured, slice(512, TOKENS))
-    captured.copy_(new())
-    graph.replay()
-    assert same_bytes(captured, eager)
-
-
-def test_compiled_launchers_give_the_eager_bytes():
-    dy, x = operands()
-    ids = index()
-
-    def run(matrix, columns, table):
-        gradient_fold_triton.gradient_fold_outer(matrix, dy, x * 2.0, False)
-        gradient_columns_triton.gradient_fold_columns(columns, dy, 1)
-        gradient_rows_triton.gradient_fold_rows(table, ids, x)
-
-    def buffers():
-        return (
-            torch.zeros(N, K, device="cuda"),
-            torch.zeros(N, dtype=torch.float64, device="cuda"),
-            torch.zeros(VOCABULARY, K, device="cuda"),
-        )
-
-    eager, compiled = buffers(), buffers()
-    run(*eager)
-    torch.compile(run, fullgraph=True)(*compiled)
-    assert all(same_bytes(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
 def test_empty_calls_change_nothing():
