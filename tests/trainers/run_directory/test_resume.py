@@ -117,25 +117,6 @@ def test_a_run_stopped_anywhere_and_resumed_ends_as_if_never_stopped(
     assert tiny_run.files()["digests.jsonl"] == whole_run["digests"]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, monkeypatch, dtype):
-    changes = {
-        "policy.dtype": dtype,
-        "training.steps": 4,
-        "training.save_every": 2,
-        "optimizer.learning_rate": 1e-3,
-    }
-    summary, rows = tiny_run.of_its_own("whole", **changes)
-    with monkeypatch.context() as patched:
-        interrupt(patched, ("after log", 3))
-        with pytest.raises(Interrupt):
-            tiny_run(**changes)
-    resumed, resumed_rows = tiny_run(**changes, resume=True)
-    assert lasting(resumed_rows) == lasting(rows)
-    assert lasting_summary(resumed) == lasting_summary(summary)
-
-
 def test_resuming_without_a_checkpoint_is_refused(tiny_run, monkeypatch):
     with monkeypatch.context() as patched:
         interrupt(patched, ("after log", 2))
