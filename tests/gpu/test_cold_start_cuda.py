@@ -107,7 +107,7 @@ def test_without_the_calls_ahead_steps_compile(model, new_process, monkeypatch):
     for shapes in ("prompt_shapes", "continued_shapes"):
         monkeypatch.setattr(rollout_kernels, shapes, lambda bounds: ())
     engine = engine_of(model)
-    with compilations(monkeypatch) as warming:
+    with compilations(monkeypatch):
         engine.warm_up(PLAIN)
     with compilations(monkeypatch) as later:
         rollouts(engine, PLAIN)
