@@ -95,6 +95,24 @@ def gradients(
     return run
 
 
+def stepped(
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor | None = None
+) -> Callable[[], Sequence[Tensor]]:
+    """Forward, backward in this thread, gradients dropped: the result, and the gradient of the
+    first leaf."""
+
+    def run() -> Sequence[Tensor]:
+        y = forward()
+        with torch.autograd.set_multithreading_enabled(False):
+            y.backward(dy)
+        found = y.detach(), leaves[0].grad
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+    return run
+
+
 @contextmanager
 def own_winners(device: torch.device) -> Iterator[Findings]:
     """Inside the block the device has the winners of an empty store in memory, and those kept in

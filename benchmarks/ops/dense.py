@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import peer
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
-from benchmarks.suite import gradients, normal, own_winners
+from benchmarks.suite import gradients, normal, own_winners, stepped
 from benchmarks.timing import Call, Contestant, Machine, Race
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
@@ -230,15 +230,7 @@ def logprobs_and_gradients(
     def step(loss: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
         """One way to compute the loss, on its own leaves that share the data."""
         leaves = [nn.Parameter(x) for x in (hidden, weight)]
-
-        def run() -> Tensor:
-            value = loss(*leaves)
-            value.backward()
-            for leaf in leaves:
-                leaf.grad = None
-            return value.detach()
-
-        return Contestant.of(run)
+        return Contestant.of(stepped(lambda: loss(*leaves), leaves))
 
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
         assert isinstance(weight, nn.Parameter)

@@ -17,23 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from benchmarks.suite import normal
+from benchmarks.suite import normal, stepped
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.op import experts as expert_sum
 from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.models.families import SPARSE, modeling
 
 ACTIVATION = "silu"
 SEQUENCE = 1024
 """Tokens of a sequence where a case names none."""
-
-BATCHED_BYTES = 16 << 30
-"""The most weights that `by_batched` copies."""
-
 
 ROUTINGS = ("even", "skewed", "same")
 """even: every expert has equally many rows, up to one. skewed: the i-th expert is drawn with a
@@ -157,24 +152,15 @@ def _gated(packed: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def grouped(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
-    """Both products of rows that are sorted by expert, with the activation between them."""
-    packed = F.grouped_mm(x, weights.gate_up.transpose(1, 2), offs=routing.ends)
-    return F.grouped_mm(_gated(packed), weights.down.transpose(1, 2), offs=routing.ends)
-
-
 def by_grouped(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
     """The whole work by grouped products."""
-    outputs = grouped(x[routing.rows], weights, routing)
+    packed = F.grouped_mm(x[routing.rows], weights.gate_up.transpose(1, 2), offs=routing.ends)
+    outputs = F.grouped_mm(_gated(packed), weights.down.transpose(1, 2), offs=routing.ends)
     return _weighted_sum(outputs[routing.places], routing)
 
 
 def by_batched(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
-    """The whole work by a product for each pair, with the weights of its expert copied out.
-    ValueError where these are many."""
-    copied = routing.expert_ids.numel() * weights.bytes_per_expert
-    if copied > BATCHED_BYTES:
-        raise ValueError(f"copies of weights would take {copied / 2**30:.1f} GiB")
+    """The whole work by a product for each pair, with the weights of its expert copied out."""
     ids = routing.expert_ids.flatten().long()
     rows = x.unsqueeze(1).expand(-1, routing.expert_ids.shape[1], -1).reshape(len(ids), -1, 1)
     packed = torch.bmm(weights.gate_up[ids], rows).squeeze(-1)
@@ -198,16 +184,13 @@ def experts_forward(
     bench: Machine, tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
     routing: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Many rows, without gradients. The peer `grouped_mm alone` has sorted rows and adds nothing
-    up: both products and the activation only."""
+    """Many rows, without gradients."""
     weights = _weights(bench, hidden, intermediate, experts)
     x, layout = normal(bench, tokens, hidden), _packed(tokens, SEQUENCE)
     drawn = drawn_routing(routing, tokens, experts, top_k, bench.device)
-    in_order = x[drawn.rows]
     race = Race(
         ours=Contestant.of(partial(by_ours, x, weights, drawn, layout)),
         stock={"grouped_mm": Contestant.of(partial(by_grouped, x, weights, drawn))},
-        peers={"grouped_mm alone": Contestant.of(partial(grouped, in_order, weights, drawn))},
         moved_bytes=drawn.experts_hit * weights.bytes_per_expert + 2 * x.nbytes,
         operations=6.0 * tokens * top_k * hidden * intermediate,
     )
@@ -250,8 +233,7 @@ def experts_gradient(
     bench: Machine, tokens: int, length: int, hidden: int, intermediate: int, experts: int,
     top_k: int, routing: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of both weights, continued in fp32 buffers; `padding` is the rows that fill up
-    runs, as a share of the rows routed."""
+    """The gradients of both weights, continued in fp32 buffers."""
     own: Any = cuda if bench.device.type == "cuda" else cpu
     weights = _weights(bench, hidden, intermediate, experts)
     x, dy = (normal(bench, tokens, hidden) for _ in range(2))
@@ -284,17 +266,7 @@ def experts_gradient(
         moved_bytes=2.0 * sum(w.numel() * 4 for w in weights),
         operations=6.0 * tokens * top_k * hidden * intermediate,
     )
-    padding = padded_share(drawn.expert_ids, length, experts)
-    return bench.measure(race) | {"figures": {"padding": padding}}
-
-
-def padded_share(expert_ids: Tensor, length: int, num_experts: int) -> float:
-    """Rows of zeros that fill up the runs of sequences of a length / rows routed."""
-    rows, top_k = expert_ids.shape
-    sequence = torch.arange(rows, device=expert_ids.device) // length
-    run = sequence.unsqueeze(1) * num_experts + expert_ids.long()
-    counts = torch.bincount(run.flatten())
-    return float((-counts % STEP).sum()) / (rows * top_k)
+    return bench.measure(race)
 
 
 def moe_block(
@@ -332,8 +304,8 @@ def moe_block(
 
     stock_leaves = [theirs, *block.parameters()]
     race = Race(
-        ours=Contestant.of(_forward_and_backward(ours, own, dy)),
-        stock={"transformers": Contestant.of(_forward_and_backward(stock, stock_leaves, dy))},
+        ours=Contestant.of(stepped(ours, own, dy)),
+        stock={"transformers": Contestant.of(stepped(stock, stock_leaves, dy))},
         operations=18.0 * tokens * top_k * hidden * intermediate,
         tokens=tokens,
         memory=True,
@@ -362,20 +334,3 @@ def transformers_block(family: str, gate: Tensor, weights: Weights, top_k: int) 
     block.experts.gate_up_proj = nn.Parameter(weights.gate_up.clone())
     block.experts.down_proj = nn.Parameter(weights.down.clone())
     return block
-
-
-def _forward_and_backward(
-    forward: Callable[[], Tensor], leaves: Sequence[Any], dy: Tensor
-) -> Callable[[], Sequence[Tensor]]:
-    """Gives the result and the gradient of the first leaf; drops all gradients."""
-
-    def run() -> Sequence[Tensor]:
-        y = forward()
-        with torch.autograd.set_multithreading_enabled(False):
-            y.backward(dy)
-        found = y.detach(), leaves[0].grad
-        for leaf in leaves:
-            leaf.grad = None
-        return found
-
-    return run

@@ -1,26 +1,24 @@
 """New processes with caches of their own: the first token, and `rl-consistency tune` of a policy.
 
-`python -m benchmarks.rollout.processes MODEL SIZES` is one process of the former; it prints a line
-of JSON. Its time runs from building the engine, the model being there, to the first token known.
+`python -m benchmarks.rollout.processes MODEL SIZES ANSWER` is one process of the former; it writes
+a file of JSON. Its time runs from building the engine, the model being there, to the first token
+known.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.models import build_model, model_config
+from benchmarks.rollout.child import run_child
 from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Machine
 from rl_consistency.kernels.core.findings import CACHE_VARIABLE
@@ -29,7 +27,6 @@ from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = "qwen2.5-1.5b"
 WORK = Workload.equal(8, 8, 500, 32)
 """500 is no multiple of a block: a prompt that is known leaves a few tokens to compute."""
@@ -39,14 +36,21 @@ TUNED = re.compile(r"(\d+) of (\d+) works, \d+ of them known, (\d+) with a faste
 
 
 def cold_start(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
-    """Seconds to the first token of two processes that share caches, empty before the first."""
+    """Seconds to the first token of two processes that share caches, empty before the first.
+    RuntimeError with its messages if one fails."""
     figures: dict[str, Any] = {}
     sizes = (workload.groups, workload.group_size, workload.prompt_len, workload.longest)
-    command = ["benchmarks.rollout.processes", name, *map(str, sizes), "--device"]
     with tempfile.TemporaryDirectory() as caches:
         for state in ("cold", "warm"):
-            printed, seconds = process([*command, str(bench.device)], caches)
-            found = json.loads(printed.splitlines()[-1]) | {"process_seconds": seconds}
+            answer = Path(caches, f"{state}.json")
+            given = [name, *map(str, sizes), str(answer), "--device", str(bench.device)]
+            child = run_child(
+                f"the {state} start",
+                ["-m", "benchmarks.rollout.processes", *given],
+                empty_caches(caches),
+                answer,
+            ).require()
+            found = child.answer | {"process_seconds": child.seconds}
             figures |= {f"{state}/{key}": value for key, value in found.items()}
     return {"ours_us": 1e6 * figures["cold/first_token_seconds"], "figures": figures}
 
@@ -58,29 +62,21 @@ def tune_policy(bench: Machine, model: str) -> dict[str, Any]:
         config = model_config(model)
         config.dtype = "bfloat16"
         config.save_pretrained(f"{place}/model")
-        command = ["rl_consistency", "tune", "--model", f"{place}/model", "--device"]
-        printed, seconds = process([*command, str(bench.device)], place)
-    if (found := TUNED.search(printed)) is None:
-        raise RuntimeError(f"tune ended without its last line:\n{printed[-2000:]}")
+        command = ["-m", "rl_consistency", "tune", "--model", f"{place}/model"]
+        command += ["--device", str(bench.device)]
+        child = run_child("tune", command, empty_caches(place), Path(place, "none")).require()
+    if (found := TUNED.search(child.printed)) is None:
+        raise RuntimeError(f"tune ended without its last line:\n{child.printed[-2000:]}")
     counts = zip(("works", "of_works", "faster"), map(int, found.groups()), strict=True)
-    return {"ours_us": 1e6 * seconds, "figures": {"tune_seconds": seconds, **dict(counts)}}
+    figures = {"tune_seconds": child.seconds, **dict(counts)}
+    return {"ours_us": 1e6 * child.seconds, "figures": figures}
 
 
-def process(arguments: Sequence[str], caches: str) -> tuple[str, float]:
-    """What `python -m arguments` prints with caches in a folder, and its seconds; RuntimeError with
-    its messages if it fails."""
-    own = Path(caches, "own")
+def empty_caches(folder: str) -> dict[str, str]:
+    """An environment in which kernels and findings are kept in a folder, and lines are not cut."""
+    own = Path(folder, "own")
     own.mkdir(mode=0o700, exist_ok=True)
-    places = {"TRITON_CACHE_DIR": f"{caches}/triton", CACHE_VARIABLE: str(own), "COLUMNS": "400"}
-    command = [sys.executable, "-m", *arguments]
-    began = time.perf_counter()
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | places, capture_output=True, text=True
-    )
-    if done.returncode:
-        said = f"{done.stdout}\n{done.stderr}"[-2000:]
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
-    return done.stdout, time.perf_counter() - began
+    return {"TRITON_CACHE_DIR": f"{folder}/triton", CACHE_VARIABLE: str(own), "COLUMNS": "400"}
 
 
 def first_tokens(name: str, workload: Workload, device: torch.device) -> dict[str, float]:
@@ -118,14 +114,15 @@ def _first_token(engine: RolloutEngine, prompts: Any, sampling: Any, began: floa
 
 
 def main() -> None:
-    """One process's figures on standard output."""
+    """Write one process's figures."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("sizes", type=int, nargs=4)
+    parser.add_argument("answer", type=Path)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     workload, device = Workload.equal(*args.sizes), torch.device(args.device)
-    print(json.dumps(first_tokens(args.model, workload, device)))
+    args.answer.write_text(json.dumps(first_tokens(args.model, workload, device)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from benchmarks.models import model_config
 from benchmarks.rollout import engine_process
-from benchmarks.rollout.generation import release_memory
+from benchmarks.rollout.child import run_child
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
 from benchmarks.suite import Case, Suites
 from benchmarks.timing import Machine
 
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")
 MODES = {"defaults": "vllm", "invariant": "vllm batch-invariant"}
 """What `--against` names -> the name in a row."""
@@ -42,7 +40,7 @@ WORKS = (
     Workload.equal(1, 1, 512, 256),
     Workload.equal(256, 1, 512, 1024),
 )
-MAX_NUM_SEQS, KV_BLOCK, LONGEST_SECONDS = 256, 16, 900
+MAX_NUM_SEQS, KV_BLOCK = 256, 16
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -95,14 +93,13 @@ def _name(work: Workload) -> str:
 
 def _environments(site: Path, modes: Sequence[str]) -> dict[str, dict[str, str]]:
     """Name of a row's engine -> the environment of its process."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     libraries = filter(None, [os.environ.get("LD_LIBRARY_PATH"), "/usr/local/nvidia/lib64"])
     theirs = ENVIRONMENT | {
         "LD_LIBRARY_PATH": os.pathsep.join(libraries),
         "PYTHONPATH": str(site.resolve()),
         "VLLM_CACHE_ROOT": str(site.resolve() / ".cache"),
     }
-    found = {"ours": {"PYTHONPATH": os.pathsep.join(paths)}}
+    found: dict[str, dict[str, str]] = {"ours": {}}
     for mode in modes:
         found[MODES[mode]] = theirs | {"VLLM_BATCH_INVARIANT": str(int(mode == "invariant"))}
     return found
@@ -114,7 +111,6 @@ def _row(
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of one work's row; RuntimeError, saying why, where ours was not measured."""
     if not answers:
-        release_memory()
         for name, environment in environments().items():
             answers[name] = engine_answer(name, model, environment, bench.device)
     work = WORKS[place]
@@ -170,21 +166,12 @@ def engine_answer(
         given, answer = Path(place, "settings.json"), Path(place, "answer.json")
         given.write_text(json.dumps(settings), "utf-8")
         engine = "ours" if name == "ours" else "vllm"
-        # `timeout` also ends the processes that an engine started.
-        command = ["timeout", "--signal=KILL", str(LONGEST_SECONDS), sys.executable, "-u", "-P"]
-        command += [engine_process.__file__, engine, str(given), str(answer)]
-        done = subprocess.run(
-            command, env=os.environ | environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
-        found: dict[str, Any] = {"works": []}
-        if answer.exists():
-            found = json.loads(answer.read_text("utf-8"))
-    if done.returncode:
-        print(done.stdout[-5000:], file=sys.stderr, flush=True)
-        last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
-        found["failure"] = f"{name} ended with status {done.returncode}: {last[:200]}"
-    return found
+        command = ["-u", "-P", engine_process.__file__, engine, str(given), str(answer)]
+        child = run_child(name, command, environment, answer)
+    if child.failure is None:
+        return child.answer
+    print(child.printed[-5000:], file=sys.stderr, flush=True)
+    return {"works": [], **child.answer, "failure": child.failure}
 
 
 def kv_cache_size(config: Any, sequences: int, length: int) -> dict[str, int]:

@@ -7,19 +7,14 @@ them is compared without a GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp, log
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 from zlib import crc32
 
 FILE = Path(__file__).with_name("random_h200.json")
-
-LEAST_WEIGHT, STEEPNESS = 0.02, 2.0
-"""A schedule that takes (1 + x) times as long as the best counts exp(-STEEPNESS x), but no less
-than LEAST_WEIGHT: only the time of the good ones must be known well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +47,6 @@ def timed_products(file: Path = FILE) -> list[Timed]:
 def timed_folds(file: Path = FILE) -> list[Timed]:
     """The gradient folds of the file."""
     return _read(file, "folds", "fold_schedules")
-
-
-def misfit(times: Iterable[Timed], expected_us: Callable[[str, Timed], float | None]) -> float:
-    """The weighted mean square of log(expected by measured time) over all schedules; a schedule of
-    which None is expected counts nothing."""
-    total = weights = 0.0
-    for timed in times:
-        for name, us in timed.us.items():
-            if (expected := expected_us(name, timed)) is not None:
-                weight = max(exp(STEEPNESS * (1 - us / timed.best_us)), LEAST_WEIGHT)
-                total += weight * log(expected / us) ** 2
-                weights += weight
-    return total / weights
 
 
 def mean_and_lowest(ratios: Iterable[float]) -> tuple[float, float]:

@@ -81,8 +81,15 @@ def kernel_op(
         op: Any = torch.library.custom_op(
             f"{NAMESPACE}::{name or launcher.__name__}", run, mutates_args=mutates
         )
-        op.register_fake(fake)
         signature = inspect.signature(run)
+
+        def shaped(*operands: Any, **named: Any) -> Any:
+            # The dispatcher leaves out an argument that has its default.
+            bound = signature.bind(*operands, **named)
+            bound.apply_defaults()
+            return fake(*bound.args)
+
+        op.register_fake(shaped)
         written = [list(signature.parameters).index(argument) for argument in mutates]
 
         @wraps(run)

@@ -1,14 +1,10 @@
 """The kept times at random shapes, and the arithmetic by which choices are judged."""
 
 import json
-from math import log
-
-import pytest
 
 from benchmarks.tune.random_times import (
     FILE,
     Timed,
-    misfit,
     timed_folds,
     timed_products,
 )
@@ -38,13 +34,3 @@ def test_a_schedule_that_was_not_timed_is_left_out(tmp_path):
     (timed,) = timed_products(file)
     assert timed == Timed(shape=("nt", 1, 2, 3), library_us=7.0, us={"b": 5.0})
     assert timed.best_us == 5.0
-
-
-def test_a_misfit_counts_slow_schedules_little_and_unknown_ones_not_at_all():
-    timed = Timed(shape=(1,), library_us=1.0, us={"best": 1.0, "slow": 100.0, "unknown": 1.0})
-    expected = {"best": 1.0, "slow": 100.0}
-    assert misfit([timed], lambda name, _: expected.get(name)) == 0.0
-    far_best = misfit([timed], lambda name, _: ({**expected, "best": 2.0}).get(name))
-    far_slow = misfit([timed], lambda name, _: ({**expected, "slow": 200.0}).get(name))
-    assert far_best == pytest.approx(log(2) ** 2 / 1.02)
-    assert far_slow == pytest.approx(0.02 * log(2) ** 2 / 1.02)

@@ -9,11 +9,12 @@ from benchmarks import distributed, recipe, trl
 from benchmarks.models import build_model, model_config
 from benchmarks.recipe import grpo_step
 from benchmarks.rollout import decoding, engine_process, processes
+from benchmarks.rollout.child import Child, run_child
 from benchmarks.rollout.copying import check_equal, copying
 from benchmarks.rollout.decoding import evenly_hit, experts_hit, long_context, steady_step
 from benchmarks.rollout.generation import Generation, Tick, idle_share
 from benchmarks.rollout.hugging_face import GENERATE, generate, hugging_face
-from benchmarks.rollout.processes import cold_start, process, tune_policy
+from benchmarks.rollout.processes import cold_start, tune_policy
 from benchmarks.rollout.vllm import WORKS, engine_answer, vllm_suites
 from benchmarks.rollout.workload import DecodeBytes, Workload
 from benchmarks.timing import Ceilings
@@ -29,6 +30,7 @@ from tests.ranks import run_ranks
 __all__ = ["run_ranks"]
 
 TINY = "tiny-qwen3"
+FASTER = "1 with a faster schedule"
 EQUAL = Workload.equal(1, 2, 12, 6)
 MACHINE = SimpleNamespace(device=torch.device("cpu"), ceilings=Ceilings(1e10, 1e11))
 
@@ -205,26 +207,33 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_new_process_has_a_first_token_and_the_second_shares_its_caches(monkeypatch):
-    folders = []
-    monkeypatch.setattr(
-        processes,
-        "process",
-        lambda command, caches: folders.append(caches) or process(command, caches),
-    )
+def test_a_new_process_has_a_first_token_and_the_second_shares_its_caches(monkeypatch, tmp_path):
+    environments = []
+
+    def seen(name, arguments, environment, answer):
+        environments.append(environment)
+        return run_child(name, arguments, environment, answer)
+
+    monkeypatch.setattr(processes, "run_child", seen)
+    # As a script elsewhere calls it, with a safe path.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     figures = cold_start(TINY, Workload.equal(1, 2, 12, 4), MACHINE)["figures"]
     assert 0 < figures["cold/first_token_seconds"] < figures["cold/process_seconds"]
-    assert folders[0] == folders[1]
+    assert figures["warm/first_token_seconds"] > 0 and environments[0] == environments[1]
 
 
 def test_a_process_that_fails_or_tells_nothing_says_so(monkeypatch, tmp_path):
-    with pytest.raises(RuntimeError, match="no_such_module ended with 1:\n\n.*No module named"):
-        process(["no_such_module"], str(tmp_path))
-    monkeypatch.setattr(processes, "process", lambda *_: ("2 of 3 works", 1.0))
-    with pytest.raises(RuntimeError, match="without its last line:\n2 of 3 works"):
-        tune_policy(MACHINE, "llama3.2-1b")
-    said = "2 of 3 works, 1 of them known, 1 with a faster schedule"
-    monkeypatch.setattr(processes, "process", lambda *_: (said, 9.0))
+    child = run_child("it", ["-m", "no_such_module"], {}, tmp_path / "none")
+    with pytest.raises(RuntimeError, match="it ended with status 1: .*No module named"):
+        child.require()
+    for said, seconds in (("2 of 3 works", 1.0), (f"2 of 3 works, 1 of them known, {FASTER}", 9.0)):
+        ended = Child(said, seconds, {}, None)
+        monkeypatch.setattr(processes, "run_child", lambda *_, ended=ended: ended)
+        if said.endswith("works"):
+            with pytest.raises(RuntimeError, match="without its last line:\n2 of 3 works"):
+                tune_policy(MACHINE, "llama3.2-1b")
     figures = tune_policy(MACHINE, "llama3.2-1b")["figures"]
     assert figures == {"tune_seconds": 9.0, "works": 2, "of_works": 3, "faster": 1}
 
@@ -288,12 +297,9 @@ def test_a_row_holds_all_engines_and_one_that_fails_hides_nothing(monkeypatch, t
 
 @pytest.mark.thorough
 def test_our_own_process_measures_a_tiny_model_on_a_cpu(monkeypatch):
-    from benchmarks.rollout.vllm import _environments
-
-    (_, environment) = next(iter(_environments(processes.ROOT, []).items()))
     monkeypatch.setattr("benchmarks.rollout.vllm.MAX_NUM_SEQS", 16)
     check = {"alone": 2, "others": 4, "new_tokens": 4, "longest_prompt": 32}
-    answer = engine_answer("ours", TINY, environment, MACHINE.device, [EQUAL], check)
+    answer = engine_answer("ours", TINY, {}, MACHINE.device, [EQUAL], check)
     (work,) = answer["works"]
     assert min(work["seconds"]) > 0 and work["preemptions"] == 0 and "failure" not in answer
     assert answer["batch_dependent"] == 0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from rl_consistency.cases.probe import probe
@@ -17,6 +18,7 @@ from rl_consistency.kernels.core.torch_op import NAMESPACE
 from rl_consistency.kernels.experts.fold_triton import find_runs
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.route import router_choice_op
+from rl_consistency.kernels.pointwise.glu import glu_bwd_op
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
@@ -227,3 +229,11 @@ def test_a_fake_of_another_shape_fails_the_same_check():
     op.register_fake(torch.empty_like)
     with pytest.raises(OpCheckError, match="test_faketensor"):
         torch.library.opcheck(op, (torch.ones(4),))
+
+
+def test_an_argument_that_has_its_default_reaches_the_fake():
+    """The dispatcher leaves it out."""
+    with FakeTensorMode():
+        gate = torch.empty(T, N)
+        assert len(glu_bwd_op(gate, gate, gate, "silu", False)) == 2
+        assert len(glu_bwd_op(gate, gate, gate, "silu", True)) == 3
