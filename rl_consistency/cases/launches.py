@@ -224,10 +224,10 @@ def gate_up(setting: Setting, m: int, n: int, k: int, activation: str = "silu") 
 def gated(setting: Setting, direction: str, rows: int, width: int, activation: str) -> Launch:
     """The gated activation of [rows, width], "forward" or "backward"."""
 
-    def run(schedule: Any, *given: Tensor) -> Any:
-        if direction == "forward":
-            return glu.glu_fwd(*given, activation, schedule)
-        return tuple(glu.glu_bwd(*given, activation, False, schedule))
+    def run(schedule: Any, first: Tensor, second: Tensor, third: Tensor | None = None) -> Any:
+        if third is None:
+            return glu.glu_fwd(first, second, activation, schedule)
+        return tuple(glu.glu_bwd(first, second, third, activation, False, schedule))
 
     dtype, scales = setting.dtype, (0.25, 1 / 64)
     if direction == "backward":
@@ -256,7 +256,7 @@ def rotation(setting: Setting, tokens: int, heads: int, kv_heads: int, dim: int)
     return Launch(
         name="q and k",
         operands=operands,
-        run=lambda schedule, *given: rotary.rotary_fwd(*given, False, schedule),
+        run=lambda schedule, q, k, c, s: rotary.rotary_fwd(q, k, c, s, False, schedule),
         schedules=_with_picked(rotary.SCHEDULE, rotary.CANDIDATES),
         op="rotary",
         shape={"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
@@ -351,16 +351,19 @@ def head(setting: Setting, kind: str, rows: int, vocabulary: int, width: int) ->
         divisor = torch.ones(rows, device=device)
         if kind == "statistics":
             return hidden, weight, divisor
-        found = vocabulary_combine(token_statistics(hidden, weight, divisor, True, "tma"))
+        partials = token_statistics(hidden, weight, divisor, True, "tma")
+        top, normalizer, entropy = vocabulary_combine(partials)
         dlogprobs, dentropy = setting.wide((2, rows), 2).unbind(0)
         targets = torch.arange(rows, device=device) % vocabulary
-        table = token_gradient_table(divisor, *found, dlogprobs, dentropy, targets, IGNORED)
+        table = token_gradient_table(
+            divisor, top, normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
+        )
         # A descriptor stores whole lines.
         room = torch.zeros(rows, -(-vocabulary // 64) * 64, dtype=dtype, device=device)
         return hidden, weight, table, room
 
-    def statistics(schedule: str, *given: Tensor) -> Tensor:
-        return token_statistics(*given, True, schedule)
+    def statistics(schedule: str, hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
+        return token_statistics(hidden, weight, divisor, True, schedule)
 
     def gradient(schedule: str, hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor):
         written = room[:, :vocabulary]
