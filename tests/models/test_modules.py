@@ -8,7 +8,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models import decoder, modules
 from rl_consistency.models.forward import packed_hidden_states
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
@@ -20,17 +20,6 @@ LENGTHS = (9, 33, 21, 16)
 
 def sequences(model):
     return probe_tokens(LENGTHS, model.config.vocab_size)
-
-
-def padded(tokens, side, extra=0):
-    width = max(map(len, tokens)) + extra
-    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, sequence in enumerate(tokens):
-        start = width - len(sequence) if side == "left" else 0
-        ids[i, start : start + len(sequence)] = torch.tensor(sequence)
-        mask[i, start : start + len(sequence)] = 1
-    return ids, mask
 
 
 def packed(tokens):
@@ -56,14 +45,14 @@ def gradients(model, calls):
 def call_forms(model):
     tokens = sequences(model)
     yield "single", [(torch.tensor([s]), {}, torch.ones(1, len(s)).bool()) for s in tokens]
-    for side, extra in (("left", 0), ("left", 5), ("right", 3)):
-        ids, mask = padded(tokens, side, extra)
-        yield f"{side} {extra}", [(ids, {"attention_mask": mask}, mask.bool())]
+    for layout in ("left_padded", "right_padded"):
+        ids, mask = lay_out(tokens, layout)
+        yield layout, [(ids, {"attention_mask": mask}, mask.bool())]
     flat, positions = packed(tokens)
     yield "packed", [(flat, {"position_ids": positions}, torch.ones_like(flat).bool())]
     halves = []
     for part in (tokens[:1], tokens[1:]):
-        ids, mask = padded(part, "left", 2)
+        ids, mask = lay_out(part, "left_padded")
         halves.append((ids, {"attention_mask": mask}, mask.bool()))
     yield "uneven", halves
 
@@ -93,7 +82,7 @@ def activation_checkpointing(model, options):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_byte(preset, dtype, use_reentrant):
     model = build_preset(preset, dtype).train()
-    calls = dict(call_forms(model))["left 5"]
+    calls = dict(call_forms(model))["left_padded"]
     runs = []
     model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
     with patch(model):

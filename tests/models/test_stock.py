@@ -7,13 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.models.stock import stock_captured_attention
 from rl_consistency.numerics.strict import OPS, current, strict
+from tests.models.patch.tiny_models import tiny
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 TABLES = [[1, 0, 0], [3, 5, 0], [2, 4, 4]]
@@ -59,23 +59,12 @@ def test_what_a_block_held_before_is_not_seen(stale: float, window: int | None) 
     assert not attended(keys, values, None)[0].equal(expected[0])
 
 
-SEQUENCES = [[(i * 5 + n) % 64 for i in range(n)] for n in (9, 17, 30)]
+SEQUENCES = [[(i * 5 + n) % 61 for i in range(n)] for n in (9, 17, 30)]
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
+    return tiny("qwen3", num_hidden_layers=1, tie_word_embeddings=True).train()
 
 
 def gradients(model, groups):

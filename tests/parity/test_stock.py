@@ -1,10 +1,6 @@
 import pytest
 import torch
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -15,8 +11,8 @@ from rl_consistency.parity import stock
 from rl_consistency.parity.digest import each_digest, parameter_digest
 from rl_consistency.parity.stock import shadow_stock_path
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.models.patch.tiny_models import tiny
 
-FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 PROMPTS = [4, 7, 1, 5, 2]
 LENGTHS = [9, 30, 12, 6, 21]
 
@@ -25,26 +21,12 @@ def measure_stock_drift(session, sequences, prompts, **options):
     return shadow_stock_path(session, sequences, prompts, **options).drift
 
 
+def build(family="qwen3", dtype=torch.float32):
+    return tiny(family, vocab_size=64, initializer_range=0.2).to(dtype).train()
+
+
 def digests_of_gradients(model):
     return each_digest({name: p.grad for name, p in model.named_parameters()})
-
-
-def build(family="qwen3", dtype=torch.float32):
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return model_class(config).to(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +49,7 @@ def sides(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
 def test_the_stock_path_drifts_a_little(sequences, family, dtype, limit):
     model = build(family, dtype)

@@ -52,14 +52,6 @@ def test_a_sequence_gets_blocks_for_all_its_known_tokens() -> None:
     assert sequence.token_ids == list(range(9))
 
 
-def test_too_few_blocks_change_nothing() -> None:
-    blocks = BlockManager(3, SIZE)
-    admit(blocks, [1] * 8)
-    sequence = make([2] * 8)
-    assert not blocks.allocate(sequence, blocks.match_prefix(sequence))
-    assert sequence.block_table == [] and blocks.num_free_blocks == 1
-
-
 def test_matched_idle_blocks_do_not_count_as_free() -> None:
     blocks = BlockManager(3, SIZE)
     blocks.release(admit(blocks, [1] * 8))
@@ -70,36 +62,10 @@ def test_matched_idle_blocks_do_not_count_as_free() -> None:
     assert blocks.num_free_blocks == 3
 
 
-def test_full_computed_blocks_of_an_equal_prefix_are_shared() -> None:
-    blocks = BlockManager(8, SIZE)
-    first = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    second = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 10], computed=False)
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]
-    assert blocks.num_free_blocks == 4
-
-
-def test_a_shared_block_is_kept_until_its_last_holder_leaves() -> None:
-    blocks = BlockManager(3, SIZE)
-    first = admit(blocks, [1] * 5)
-    second = admit(blocks, [1] * 5)
-    blocks.release(first)
-    third = admit(blocks, [2] * 4)
-    assert third.block_table[0] not in second.block_table
-    assert blocks.num_free_blocks == 0
-
-
 def test_the_last_known_token_is_always_computed() -> None:
     blocks = BlockManager(8, SIZE)
     admit(blocks, [1] * 8)
     assert admit(blocks, [1] * 8, computed=False).num_computed_tokens == 4
-
-
-def test_equal_tokens_behind_another_prefix_are_not_shared() -> None:
-    blocks = BlockManager(8, SIZE)
-    admit(blocks, [1, 1, 1, 1, 5, 5, 5, 5, 0])
-    sequence = make([2, 2, 2, 2, 5, 5, 5, 5, 0])
-    assert blocks.match_prefix(sequence).block_ids == []
 
 
 def test_a_hash_collision_does_not_join_two_contents() -> None:
@@ -137,16 +103,6 @@ def test_blocks_released_before_they_were_computed_are_not_found() -> None:
     assert not blocks.is_awaited(awaited)
 
 
-def test_a_block_filled_in_decoding_is_shared_too() -> None:
-    blocks = BlockManager(8, SIZE)
-    sequence = admit(blocks, [1, 2, 3])
-    for token in (4, 5, 6):
-        sequence.append(token, -1.0)
-        assert blocks.grow(sequence)
-        compute(blocks, sequence)
-    assert admit(blocks, [1, 2, 3, 4, 5, 9]).block_table[0] == sequence.block_table[0]
-
-
 def test_a_second_copy_of_a_content_stays_private_and_its_children_are_found() -> None:
     blocks = BlockManager(8, SIZE)
     first, second = admit(blocks, [1] * 3), admit(blocks, [1] * 3)
@@ -168,18 +124,6 @@ def test_released_blocks_are_evicted_least_recent_first_and_children_before_pare
     assert len(blocks.match_prefix(make([1] * 9)).block_ids) == 1  # lost its tail only
     assert len(blocks.match_prefix(make([2] * 9)).block_ids) == 2
     blocks.release(third)
-
-
-def test_grow_takes_a_block_only_when_the_last_one_is_full() -> None:
-    blocks = BlockManager(2, SIZE)
-    sequence = admit(blocks, [1] * 4)
-    for expected in (2, 2, 2, 2):
-        sequence.append(1, -1.0)
-        assert blocks.grow(sequence)
-        assert len(sequence.block_table) == expected
-    sequence.append(1, -1.0)
-    assert not blocks.grow(sequence)
-    assert len(sequence.block_table) == 2
 
 
 def test_grow_counts_pending_and_drafted_tokens() -> None:

@@ -12,17 +12,6 @@ import torch
 from rl_consistency.rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 
-def test_defaults_are_plain_sampling_of_one_completion() -> None:
-    params = SamplingParams()
-    assert (params.n, params.temperature, params.top_k, params.top_p, params.min_p) == (
-        1,
-        1.0,
-        0,
-        1.0,
-        0.0,
-    )
-
-
 def test_params_are_keyword_only_and_frozen() -> None:
     with pytest.raises(TypeError):
         SamplingParams(4)  # type: ignore[misc]

@@ -68,17 +68,6 @@ def test_decoding_comes_before_prefill(toy: Make, sequence_of: Make) -> None:
     assert [chunk.is_decode for chunk in chunks] == [True, False]
 
 
-def test_only_the_last_known_token_is_sampled_from(toy: Make, sequence_of: Make) -> None:
-    served = toy(prefill_chunk_size=4)
-    sequence = sequence_of([1] * 10, max_tokens=2, stop=NEVER)
-    add(served, sequence)
-    counts = []
-    while served.scheduler.has_unfinished:
-        step(served)
-        counts.append(len(sequence.token_logprobs))
-    assert counts == [0, 0, 1, 2]
-
-
 def test_one_token_left_of_a_prompt_runs_like_a_decode_and_counts_as_prefill(
     toy: Make, sequence_of: Make
 ) -> None:
@@ -295,18 +284,6 @@ def test_the_schedule_is_the_same_every_time(toy: Make, sequence_of: Make) -> No
     assert record() == record()
 
 
-def test_slots_are_unique_among_those_running_and_given_again(toy: Make, sequence_of: Make) -> None:
-    served = toy(max_num_seqs=3)
-    add(served, *group_load(sequence_of))
-    used = set()
-    while served.scheduler.has_unfinished:
-        launched = launch(served)
-        used.update(chunk.sequence.slot for chunk in launched.chunks)
-        served.runner.in_flight.clear()
-        served.scheduler.take_in(launched.chunks, [[(5, -1.0)]] * len(launched.chunks))
-    assert used <= {0, 1, 2}
-
-
 def test_a_sequence_whose_last_token_is_pending_is_not_scheduled(
     toy: Make, sequence_of: Make
 ) -> None:
@@ -341,14 +318,6 @@ def test_without_speculation_nobody_waits_for_a_report(toy: Make, sequence_of: M
     add(served, sequence_of([1, 4, 0] * 3, max_tokens=20, stop=NEVER))
     launch(served)
     assert not served.scheduler.prefers_report
-
-
-def test_a_finished_sequence_gives_its_blocks_back(toy: Make, sequence_of: Make) -> None:
-    served = toy(num_blocks=8, max_num_seqs=4)
-    add(served, *(sequence_of([i] * 5, prompt_id=i) for i in range(4)))
-    while served.scheduler.has_unfinished:
-        step(served)
-    assert served.blocks.num_free_blocks == 8
 
 
 def test_the_queue_forgets_those_cancelled(toy: Make, sequence_of: Make) -> None:

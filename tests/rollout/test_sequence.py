@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import math
-from pathlib import Path
 
 import pytest
 
-import rl_consistency.rollout
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence, StopStrings
+from rl_consistency.rollout.sequence import RolloutSequence
 
 
 def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) -> RolloutSequence:
@@ -87,45 +84,3 @@ def test_a_reopened_sample_goes_on_with_the_tokens_it_had() -> None:
     assert not sequence.is_finished and sequence.error is None
     sequence.append(7, -2.0)
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5, 7], [-1.0, -2.0])
-
-
-def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it() -> None:
-    class Letters:
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-            return "".join(chr(ord("a") + token_id) for token_id in token_ids)
-
-    sequence = make([0], max_tokens=9)
-    sequence.stop_strings = StopStrings(Letters(), ["cd"])
-    for token_id in (2, 2, 3):
-        assert not sequence.is_finished
-        sequence.append(token_id, -1.0)
-    assert (sequence.finish_reason, sequence.token_ids) == ("stop", [0, 2, 2, 3])
-
-
-def test_sequences_are_told_apart_by_identity() -> None:
-    assert make([1]) != make([1])
-
-
-WRITERS = {
-    **dict.fromkeys(("token_ids", "token_logprobs", "token_routing"), "sequence"),
-    **dict.fromkeys(("finish_reason", "error"), "sequence"),
-    **dict.fromkeys(("slot", "arrival", "preempted"), "scheduler"),
-    **dict.fromkeys(("num_computed_tokens", "num_pending", "num_drafted"), "scheduler"),
-    **dict.fromkeys(("alone", "num_void"), "scheduler"),
-    **dict.fromkeys(("block_table", "num_published_blocks"), "block_manager"),
-    "num_borrowed_blocks": "block_manager",
-    "submitted_at": "engine",
-}
-
-
-def test_each_field_has_one_writer() -> None:
-    found = set()
-    for path in Path(rl_consistency.rollout.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                of_sequence = path.stem == "sequence" or ast.unparse(node.value) == "sequence"
-                if of_sequence and not node.attr.startswith("_"):
-                    found.add((node.attr, path.stem))
-    made_by_itself = {("num_prompt_tokens", "sequence"), ("max_num_tokens", "sequence")}
-    changed_in_place = {("token_logprobs", "sequence"), ("token_routing", "sequence")}
-    assert found == (set(WRITERS.items()) - changed_in_place) | made_by_itself

@@ -6,7 +6,6 @@ import torch
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.moe import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
@@ -16,7 +15,7 @@ from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import WeightsWatch, _weights, model_digest
 from rl_consistency.verify.presets import build_preset
-from tests.rollout.device.launches import Uncaptured
+from tests.rollout.device.launches import uncaptured
 from tests.rollout.engine.engines import Recalling, content, engine_of
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 59, 11, 12], list(range(20, 33))]
@@ -24,7 +23,12 @@ SAMPLING = SamplingParams(n=2, max_tokens=6, seed=4)
 SPARSE = ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 
 
-@pytest.fixture(params=SPARSE)
+@pytest.fixture(
+    params=[
+        SPARSE[1],
+        *(pytest.param(s, marks=pytest.mark.thorough) for s in (SPARSE[0], SPARSE[2])),
+    ]
+)
 def model(request):
     with patch(built := build_preset(request.param)):
         yield built
@@ -128,14 +132,7 @@ def test_cached_keys_are_dropped_when_a_router_learns():
 def with_graphs(model, **settings):
     """An engine whose captured calls run on the CPU."""
     engine = engine_of(model, **settings)
-    runner = engine._runner
-    runner.decode_graphs = Uncaptured(
-        runner._state,
-        runner._cache,
-        runner._decode,
-        capacity=runner.capacity,
-        prepare=lambda: rotary_rows(model, runner.capacity),
-    )
+    uncaptured(engine._runner)
     return engine
 
 

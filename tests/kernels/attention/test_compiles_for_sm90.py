@@ -40,6 +40,7 @@ def compiled(tmp_path_factory):
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.thorough
 def test_every_kernel_of_hopper_compiles_and_fits_a_multiprocessor(compiled):
     assert {name for _, name, *_ in compiled} == KERNELS
     for dim, name, spilled, shared, _ in compiled:
@@ -47,6 +48,7 @@ def test_every_kernel_of_hopper_compiles_and_fits_a_multiprocessor(compiled):
         assert int(shared) <= compile_for_sm90.SHARED, (dim, name)
 
 
+@pytest.mark.thorough
 def test_the_front_end_writes_no_checks_of_overflow_for_gluon_kernels(compiled):
     """They take it long, and only Triton's debug mode keeps them."""
     assert {name for _, name, *_, checks in compiled if checks == "False"} == GLUON

@@ -92,11 +92,6 @@ def test_narrow_heads_with_at_most_a_tile_for_each_multiprocessor_take_a_deep_ri
     assert picked([8192] * 4, queries=5, head_dim=head_dim) == ring
 
 
-def test_tiles_that_fill_half_the_multiprocessors_are_divided():
-    assert picked([8192] * 9) == DECODE_LAST
-    assert cut_of([8192] * 9, read_once=False) == Cut(0, 528)
-
-
 def test_tiles_of_sequences_that_share_keys_are_divided_only_to_fill_the_device():
     contexts = [3000] * 72
     assert cut_of(contexts, read_once=True) == Cut.even(576, 1)

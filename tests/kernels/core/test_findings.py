@@ -24,12 +24,9 @@ from rl_consistency.kernels.core.findings import (
     forget_on_change,
     picked_once,
     rows_bucket,
-    schedule_name,
     shipped,
     withdrawn_schedules,
-    work_name,
 )
-from rl_consistency.kernels.gradient_fold.schedules import POINTER, TMA
 
 CPU = torch.device("cpu")
 IDENTITY = {"device": "one", "driver": "1"}
@@ -65,16 +62,6 @@ def test_rows_share_a_bucket_to_the_next_power_of_two():
     assert [rows_bucket(m) for m in (1, 2, 16, 17, 100, 16384, 10**6)] == [
         1, 16, 16, 32, 128, 16384, 16384,
     ]  # fmt: skip
-
-
-def test_a_work_is_named_by_op_sizes_and_bucket():
-    name = work_name("matmul", "nt", torch.bfloat16, torch.float32, "n8", rows=100)
-    assert name == "matmul/nt/bf16/fp32/n8/m128"
-
-
-def test_every_schedule_has_a_name_of_its_own():
-    names = [schedule_name(schedule) for schedule in TMA + POINTER]
-    assert len(set(names)) == len(names) and schedule_name("tma") == "tma"
 
 
 def test_what_was_found_is_kept_for_the_next_process(path):

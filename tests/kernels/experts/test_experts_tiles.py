@@ -92,21 +92,37 @@ def wrong_gate_up(schedule, counts, dtype):
     return [name for name, alike in zip(("packed", "y"), right, strict=True) if not alike]
 
 
-@pytest.mark.parametrize("schedule", [*PRODUCTS, PRODUCTS_FP32[0]], ids=lambda s: s.name)
+def every(schedules):
+    """Parameters: the first, and the others among what takes long."""
+    first, *others = schedules
+    marked = [pytest.param(s, marks=pytest.mark.thorough) for s in others]
+    return pytest.mark.parametrize("schedule", [first, *marked], ids=lambda s: s.name)
+
+
+@every([*PRODUCTS, PRODUCTS_FP32[0]])
 def test_a_product_has_every_row_of_every_expert(schedule):
     dtype = torch.float32 if schedule in PRODUCTS_FP32 else torch.bfloat16
     for counts in (EDGES, MIXED, ONE_EXPERT) if schedule == PRODUCTS[0] else (EDGES,):
         assert wrong_products(schedule, counts, dtype) == []
 
 
-@pytest.mark.parametrize("schedule", [*GATE_UP, PRODUCTS_FP32[0]], ids=lambda s: s.name)
+@pytest.mark.thorough
+@every([*GATE_UP, PRODUCTS_FP32[0]])
 def test_gate_and_up_have_every_row_of_every_expert(schedule):
     dtype = torch.float32 if schedule in PRODUCTS_FP32 else torch.bfloat16
     for counts in (EDGES, MIXED, ONE_EXPERT) if schedule == GATE_UP[0] else (EDGES,):
         assert wrong_gate_up(schedule, counts, dtype) == []
 
 
-@pytest.mark.parametrize("counts", [(1,) * 16, (1,) * 17, (16, 0, 0), (17, 0, 0)])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((1,) * 16, marks=pytest.mark.thorough),
+        pytest.param((1,) * 17, marks=pytest.mark.thorough),
+        (16, 0, 0),
+        (17, 0, 0),
+    ],
+)
 def test_a_call_has_as_many_tiles_as_any_routing_needs(counts, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "FILLER", 0)
     for schedule in (PRODUCTS[0], PRODUCTS[-1]):
@@ -134,7 +150,10 @@ MUTANTS = {
 """What each one replaces."""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=pytest.mark.thorough if i else ()) for i, m in enumerate(MUTANTS)],
+)
 def test_a_wrong_tile_is_noticed(mutant, tmp_path, monkeypatch):
     source = Path(products_triton.__file__).read_text()
     functions = (

@@ -136,10 +136,11 @@ def test_blocks_of_rows_hold_one_sequence_each_and_are_made_once():
 @pytest.mark.parametrize(
     "dtype, skew",
     [
-        (torch.float32, False),
-        (torch.bfloat16, False),
         (torch.bfloat16, True),
-        (torch.float16, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((torch.float32, False), (torch.bfloat16, False), (torch.float16, True))
+        ),
     ],
 )
 def test_the_whole_op_matches_a_cpu(dtype, skew):
@@ -186,7 +187,7 @@ def test_operands_of_any_strides_give_the_same_bytes():
     assert all(t.isfinite().all() for t in sums)
 
 
-@pytest.mark.parametrize("width", [HIDDEN, 600])
+@pytest.mark.parametrize("width", [HIDDEN, pytest.param(600, marks=pytest.mark.thorough)])
 def test_operands_are_copied_in_the_order_of_the_runs(width):
     _, ids, *_, layout = case(skew=True)
     _, places, _ = found(ids, layout)

@@ -9,14 +9,11 @@ from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import differing_elements, schedule_audit, withdrawals
 from rl_consistency.kernels.matmul.cublaslt import (
-    LIBRARY_ROWS,
-    LIBRARY_TOKENS,
     Key,
     certified,
     certified_to_the_row,
     compare,
     library_product,
-    prefers_library,
 )
 from rl_consistency.parity.digest import first_difference
 
@@ -102,21 +99,6 @@ def test_no_certificate_is_made_without_memory_or_of_what_was_withdrawn(comparis
     with certified_to_the_row():
         assert not certified(CPU, KEY, 99)
     assert len(comparison.calls) == 4
-
-
-def test_the_library_is_preferred_for_many_rows_in_16_bits():
-    for least in (LIBRARY_ROWS, LIBRARY_TOKENS):
-        assert prefers_library(least, least, torch.bfloat16)
-        assert not prefers_library(least - 1, least, torch.bfloat16)
-        assert not prefers_library(least, least, torch.float32)
-
-
-def test_only_what_runs_in_the_block_is_certified_to_the_row():
-    assert not cublaslt._to_the_row.get()
-    with pytest.raises(KeyError), cublaslt.certified_to_the_row():
-        assert cublaslt._to_the_row.get()
-        raise KeyError
-    assert not cublaslt._to_the_row.get()
 
 
 def test_differing_elements_counts_bytes_and_not_nan():

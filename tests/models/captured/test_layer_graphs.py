@@ -22,7 +22,7 @@ from tests.models.captured.passes import (
 from tests.models.captured.recorded_graphs import recorded
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_replayed_steps_are_those_of_ops_one_by_one(model, micro_batches):
     expected = steps(model, micro_batches=micro_batches)
     graphs = recorded(model)

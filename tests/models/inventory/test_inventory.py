@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -25,13 +24,6 @@ from tests.models.inventory.scores import (
     scores,
     tokens,
 )
-
-
-@pytest.fixture
-def undo():
-    """Callbacks and blocks that end with the test: changes to classes and to the process."""
-    with ExitStack() as stack:
-        yield stack
 
 
 def set_on(path, **attributes):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
+from tests.models.inventory.test_inventory import hooked, in_config, replaced, set_on
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 BLOCK = "model.layers.1.mlp"
@@ -44,36 +46,6 @@ def test_an_uncovered_setting_is_named(config, message):
         families.check_config(config)
 
 
-def on(path, **attributes):
-    def change(model, undo):
-        for name, value in attributes.items():
-            setattr(model.get_submodule(path), name, value)
-
-    return change
-
-
-def hooked(path, kind="forward", hook=lambda module, *_: None):
-    def change(model, undo):
-        getattr(model.get_submodule(path), f"register_{kind}_hook")(hook)
-
-    return change
-
-
-def replaced(owner, name, value):
-    def change(model, undo):
-        undo.setattr(owner, name, value)
-
-    return change
-
-
-def in_config(**values):
-    def change(model, undo):
-        for name, value in values.items():
-            setattr(model.config, name, value)
-
-    return change
-
-
 class OtherExperts(modeling_qwen3_moe.Qwen3MoeExperts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         return super().forward(hidden_states, top_k_index, top_k_weights) * 0.5
@@ -88,7 +60,8 @@ def own_implementation(model, undo):
     def nothing(self, hidden_states, top_k_index, top_k_weights):
         return hidden_states
 
-    undo.setitem(moe_integration.ALL_EXPERTS_FUNCTIONS._local_mapping, "own", nothing)
+    mapping = moe_integration.ALL_EXPERTS_FUNCTIONS._local_mapping
+    undo.enter_context(mock.patch.dict(mapping, own=nothing))
     model.config._experts_implementation = "own"
 
 
@@ -156,7 +129,10 @@ REFUSED = {
         of_its_own("model.layers.1.self_attn", clip_qkv=0.01),
         "self_attn .* has clip_qkv=0.01 in a config of its own",
     ),
-    "no config": (on(EXPERTS, config=None), "experts .* has a NoneType in the place of its config"),
+    "no config": (
+        set_on(EXPERTS, config=None),
+        "experts .* has a NoneType in the place of its config",
+    ),
     "another gate function": (
         replaced(modeling_qwen3_moe.Qwen3MoeExperts, "_apply_gate", lambda self, x: x),
         "experts implementation '.*' calls a function of",
@@ -171,7 +147,7 @@ REFUSED = {
     ),
     "a forward of the instance": (instance_forward, r"experts .* had its forward replaced"),
     "a gate of the instance": (
-        on(EXPERTS, _apply_gate=lambda x: x),
+        set_on(EXPERTS, _apply_gate=lambda x: x),
         "experts .* has its own _apply_gate",
     ),
     "hook on the experts": (hooked(EXPERTS), r"experts \(Qwen3MoeExperts\) has a hook"),
@@ -179,13 +155,16 @@ REFUSED = {
     "hook on the router": (hooked(f"{BLOCK}.gate"), r"gate \(Qwen3MoeTopKRouter\) has a hook"),
     "hook on the activation": (hooked(f"{EXPERTS}.act_fn"), "act_fn .* has a hook"),
     "one rank's share": (one_ranks_share, "experts is split over ranks .* expert parallelism"),
-    "a plan": (on("", _tp_size=2), "root is split over ranks"),
+    "a plan": (set_on("", _tp_size=2), "root is split over ranks"),
     "mixed dtypes": (half_precision_experts, "gate_up_proj is torch.bfloat16, the first is"),
     "a correction bias": (correction_bias, "gate .* has buffers {'e_score_correction_bias'"),
     "fewer experts": (fewer_experts, "experts .* has parameters"),
     "another activation": (relu, r"experts.act_fn \(ReLU\)"),
-    "another number per token": (on(f"{BLOCK}.gate", top_k=2), "gate .* has top_k=2"),
-    "weights as they are": (on(f"{BLOCK}.gate", norm_topk_prob=False), "has norm_topk_prob=False"),
+    "another number per token": (set_on(f"{BLOCK}.gate", top_k=2), "gate .* has top_k=2"),
+    "weights as they are": (
+        set_on(f"{BLOCK}.gate", norm_topk_prob=False),
+        "has norm_topk_prob=False",
+    ),
     "logits asked for": (in_config(output_router_logits=True), "output_router_logits=True"),
     "no list of dense layers": (in_config(mlp_only_layers=None), "mlp_only_layers=None"),
     "fewer per token in the config": (in_config(num_experts_per_tok=2), "has (num_experts|top_k)"),
@@ -198,8 +177,8 @@ def model():
 
 
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
-def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, model, monkeypatch):
-    change(model, monkeypatch)
+def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, model, undo):
+    change(model, undo)
     classes = [type(module) for module in model.modules()]
     with pytest.raises(UnsupportedModelError, match=message):
         patch(model)
@@ -207,13 +186,13 @@ def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, 
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"experts of another class"}))
-def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, monkeypatch):
+def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, undo):
     change, message = REFUSED[name]
     ids = torch.arange(9).unsqueeze(0)
     with patch(model) as session:
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
         model(input_ids=ids)
-        change(model, monkeypatch)
+        change(model, undo)
         for compute in (
             lambda: model(input_ids=ids),
             lambda: engine.generate([[1, 2]], SamplingParams(max_tokens=2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.graph_cache import Captured
 from rl_consistency.rollout.device.decode_graphs import DecodeCall, DecodeGraphs, Shape
 from rl_consistency.rollout.device.model_runner import ModelRunner
@@ -24,6 +25,18 @@ class Uncaptured(DecodeGraphs):
         call = self._call(shape)
         self.shapes = [*getattr(self, "shapes", []), shape]
         return Captured(call, call.run, kept)
+
+
+def uncaptured(runner: ModelRunner) -> Uncaptured:
+    """Gives a runner such graphs of decode steps."""
+    runner.decode_graphs = graphs = Uncaptured(
+        runner._state,
+        runner._cache,
+        runner._decode,
+        capacity=runner.capacity,
+        prepare=lambda: rotary_rows(runner._model, runner.capacity),
+    )
+    return graphs
 
 
 class UncapturedRagged(RaggedGraphs):

@@ -6,17 +6,16 @@ only capture and replay are left to the tests in tests/gpu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SharedRun
 from rl_consistency.models.forward import rotary_rows
-from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.rollout.device import model_runner, shared_prefixes
@@ -33,7 +32,7 @@ from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
-from tests.rollout.device.launches import Uncaptured, decoded, verified, whole
+from tests.rollout.device.launches import Uncaptured, admitted, decoded, uncaptured, verified, whole
 
 PLAIN = SamplingParams(seed=3)
 TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
@@ -41,35 +40,10 @@ MOST = 6
 """Sequences at a time: buckets of 1, 2, 4 and 6 rows."""
 
 
-@pytest.fixture
-def model() -> Iterator[Qwen3ForCausalLM]:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=300,
-        initializer_range=0.3,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    with patch(model):
-        yield model
-
-
 def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelRunner:
     runner = ModelRunner(model, block_size=block_size, num_blocks=120, max_num_seqs=MOST)
     if graphs:
-        runner.decode_graphs = Uncaptured(
-            runner._state,
-            runner._cache,
-            runner._decode,
-            capacity=runner.capacity,
-            prepare=lambda: rotary_rows(model, runner.capacity),
-        )
+        uncaptured(runner)
     for cache in [*runner._cache.keys, *runner._cache.values]:
         cache[-1].fill_(torch.nan)  # the dummy block: nobody but padding may read it
     return runner
@@ -78,23 +52,8 @@ def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelR
 def prompts(
     runner: ModelRunner, count: int, params: SamplingParams = PLAIN
 ) -> list[RolloutSequence]:
-    """Admitted sequences of different lengths, their slots in another order than their rows."""
-    sequences = []
-    for i in range(count):
-        sequence = RolloutSequence(
-            prompt_index=i,
-            sample_index=0,
-            prompt_id=i,
-            params=params,
-            stop_token_ids=frozenset(),
-            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(3 + 2 * i)],
-        )
-        size = 120 // MOST
-        sequence.block_table = list(range((i + 1) * size - 1, i * size - 1, -1))
-        sequence.slot = MOST - 1 - i
-        runner.admit(sequence)
-        sequences.append(sequence)
-    return sequences
+    lengths = [3 + 2 * i for i in range(count)]
+    return admitted(runner, lengths, params, blocks=120 // MOST, vocabulary=40)
 
 
 def sharing(runner: ModelRunner, sizes: list[int], prompt: int) -> list[RolloutSequence]:

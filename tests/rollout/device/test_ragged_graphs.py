@@ -6,13 +6,13 @@ only capture and replay are left to tests/gpu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.experts import cpu
 from rl_consistency.models.forward import layer_parameters, rotary_rows
@@ -41,25 +41,6 @@ TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed
 MOST = 6
 BLOCKS = 30
 """Of 4 tokens, for each sequence."""
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[Qwen3ForCausalLM]:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=300,
-        initializer_range=0.3,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    with patch(model):
-        yield model
 
 
 def runner_of(model: Any, *, graphs: bool = True, most: int = 256) -> ModelRunner:

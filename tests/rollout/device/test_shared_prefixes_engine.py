@@ -7,39 +7,17 @@ The layout on the CPU refuses a run whose sequences do not hold the same blocks.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention
-from rl_consistency.models.forward import rotary_rows
-from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device import decode_graphs, shared_prefixes
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
-from tests.rollout.device.launches import Uncaptured
-
-CONFIG = Qwen3Config(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=120,
-    initializer_range=0.3,
-)
-
-
-@pytest.fixture
-def model() -> Iterator[Qwen3ForCausalLM]:
-    torch.manual_seed(0)
-    with patch(found := Qwen3ForCausalLM(CONFIG).eval()):
-        yield found
+from tests.rollout.device.launches import uncaptured
 
 
 @pytest.fixture
@@ -61,14 +39,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def sharing_engine(model: Any, **settings: Any) -> RolloutEngine:
     engine = RolloutEngine(model, eos_token_id=3, **settings)
-    runner = engine._runner
-    runner.decode_graphs = Uncaptured(
-        runner._state,
-        runner._cache,
-        runner._decode,
-        capacity=runner.capacity,
-        prepare=lambda: rotary_rows(model, runner.capacity),
-    )
+    uncaptured(engine._runner)
     return engine
 
 

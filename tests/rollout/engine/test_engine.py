@@ -135,23 +135,6 @@ def test_a_tiny_cache_preempts_and_a_shared_prompt_is_found(fp32_session: PatchS
     assert unshared.stats.decode_tokens == sum(len(c.token_ids) for c in completions)
 
 
-def test_prompts_keep_their_samples_when_permuted_or_alone(fp32_session: PatchSession) -> None:
-    engine = engine_of(fp32_session.model, max_num_seqs=5)
-    expected = content(run(engine))
-    order = [2, 0, 3, 1]
-    permuted = engine.generate(
-        [PROMPTS[i] for i in order],
-        [SAMPLING[i] for i in order],
-        prompt_ids=[IDS[i] for i in order],
-    )
-    assert {(order[p], s): v for (p, s), v in content(permuted).items()} == expected
-    for i, prompt in enumerate(PROMPTS):
-        alone = engine.generate([prompt], SAMPLING[i], prompt_ids=[IDS[i]])
-        assert {(i, s): v for (_, s), v in content(alone).items()} == {
-            key: value for key, value in expected.items() if key[0] == i
-        }
-
-
 def test_completions_come_in_order_and_end_for_a_reason(fp32_session: PatchSession) -> None:
     completions = run(engine_of(fp32_session.model))
     names = [(c.prompt_index, c.sample_index) for c in completions]

@@ -10,35 +10,18 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rl_consistency.models.patch import PatchSession, patch
+from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
-from tests.rollout.engine.engines import content, is_idle
+from tests.rollout.engine.engines import content, engine_of, is_idle
 
 PROMPT = list(range(1, 30))
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], PROMPT]
 PARAMS = SamplingParams(max_tokens=9, seed=4)
 LONG = SamplingParams(max_tokens=90, seed=4)
-
-
-@pytest.fixture(scope="module")
-def session(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[PatchSession]:
-    model = tiny_qwen3()
-    with patch(model) as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def model(session: PatchSession) -> Any:
-    return session.model
-
-
-@pytest.fixture
-def engine(model: Any) -> RolloutEngine:
-    return engine_of(model)
 
 
 @pytest.fixture
@@ -49,11 +32,6 @@ def weight(model: Any) -> Iterator[torch.nn.Parameter]:
     yield parameter
     with torch.no_grad():
         parameter.copy_(kept)
-
-
-def engine_of(model: Any, **settings: Any) -> RolloutEngine:
-    defaults = {"kv_block_size": 4, "num_kv_blocks": 128, "eos_token_id": None}
-    return RolloutEngine(model, **{**defaults, **settings})
 
 
 def steps_to_the_end(engine: RolloutEngine) -> list[Completion]:

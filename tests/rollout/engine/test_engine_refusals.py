@@ -71,10 +71,14 @@ def test_one_sampling_is_needed_for_each_prompt(model: Any) -> None:
         {"max_batch_tokens": 0},
         {"max_num_seqs": -1},
         {"prefill_chunk_size": 0},
+        {"kv_block_size": 4.0},
+        {"max_num_seqs": "4"},
+        {"max_batch_tokens": 0.5},
     ],
 )
-def test_a_limit_below_one_is_refused(model: Any, settings: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
+def test_a_limit_that_is_no_integer_from_one_is_refused(model: Any, settings: Any) -> None:
+    message = f"{next(iter(settings))} must be an integer at least 1, got"
+    with pytest.raises(ValueError, match=message):
         engine_of(model, **settings)
 
 

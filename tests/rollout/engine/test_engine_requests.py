@@ -113,13 +113,6 @@ def test_a_caller_can_drive_the_engine(model: Any, expected: Any) -> None:
     assert engine.step() == []
 
 
-def test_made_up_request_ids_are_all_different(model: Any) -> None:
-    engine = engine_of(model)
-    first = engine.submit(PROMPTS[:1], SAMPLING[0], prompt_ids=[0])
-    second = engine.submit(PROMPTS[1:], SAMPLING[1:], prompt_ids=[1, 2, 3])
-    assert len({*first, *second}) == 4
-
-
 @pytest.mark.parametrize(
     ("request_ids", "message"),
     [
@@ -143,6 +136,8 @@ def test_the_id_and_the_stream_of_an_unfinished_request_are_refused(model: Any) 
         engine.submit([[2]], SamplingParams(), request_ids=["a"], prompt_ids=[1])
     with pytest.raises(ValueError, match="prompt id 0 and seed 0 of a request that is not finish"):
         engine.submit([[2]], SamplingParams())
+    engine.submit([[2]], SamplingParams(seed=1))
+    engine.submit([[2]], SamplingParams(), prompt_ids=[2])
     while engine.has_unfinished:
         engine.step()
     assert engine.submit([[2]], SamplingParams(), request_ids=["a"]) == ["a"]

@@ -13,28 +13,15 @@ from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, Shape
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import engine_of
 
 PARAMS = SamplingParams(max_tokens=5)
+SIZES = {"num_kv_blocks": 64, "max_num_seqs": 6}
 
 
 @pytest.fixture
 def engine(model: Any) -> RolloutEngine:
-    return engine_of(model)
-
-
-def engine_of(model: Any, **settings: Any) -> RolloutEngine:
-    defaults = {"eos_token_id": None, "kv_block_size": 4, "num_kv_blocks": 64, "max_num_seqs": 6}
-    return RolloutEngine(model, **{**defaults, **settings})
-
-
-@pytest.mark.parametrize(
-    "settings", [{"kv_block_size": 4.0}, {"max_num_seqs": "4"}, {"max_batch_tokens": 0.5}]
-)
-def test_a_limit_that_is_no_integer_is_refused(model: Any, settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match=f"{next(iter(settings))} must be an integer at least 1, got"
-    ):
-        engine_of(model, **settings)
+    return engine_of(model, **SIZES)
 
 
 def test_inference_mode_is_refused_where_it_would_fail_later(
@@ -57,12 +44,6 @@ def test_made_up_request_ids_keep_clear_of_the_callers(engine: RolloutEngine) ->
     assert made_up == [["request-1", "request-3"], ["request-4", "request-5"]]
 
 
-def test_a_string_is_no_sequence_of_request_ids(engine: RolloutEngine) -> None:
-    with pytest.raises(ValueError, match="request_ids must be a list of strings, got 'ab'"):
-        engine.submit([[1], [2]], PARAMS, request_ids="ab")
-    assert not engine.has_unfinished
-
-
 def test_a_request_is_unfinished_until_it_is_handed_out(engine: RolloutEngine) -> None:
     engine.submit([[1]], PARAMS, request_ids=["a"])
     engine.cancel("a")
@@ -72,14 +53,6 @@ def test_a_request_is_unfinished_until_it_is_handed_out(engine: RolloutEngine) -
         engine.submit([[1]], PARAMS, request_ids=["a"])
     assert [c.finish_reason for c in engine.step()] == ["cancelled"]
     assert len(engine.generate([[1]], PARAMS, request_ids=["a"])) == 1
-
-
-def test_default_prompt_ids_count_within_a_call(engine: RolloutEngine) -> None:
-    engine.submit([[1], [2]], PARAMS)
-    with pytest.raises(ValueError, match="prompt 0 has the prompt id 0 and seed 0 of a request"):
-        engine.submit([[3]], PARAMS)
-    engine.submit([[3]], SamplingParams(max_tokens=5, seed=1))
-    engine.submit([[3]], PARAMS, prompt_ids=[2])
 
 
 # CUDA streams: on a CPU there are none, so the runner is told of some.
@@ -140,7 +113,7 @@ def test_a_warm_up_for_groups_captures_calls_that_share_keys(
     model: Any, captures: Any, monkeypatch: pytest.MonkeyPatch, n: int, shares: bool, expected: bool
 ) -> None:
     monkeypatch.setattr(DecodeGraphs, "share_keys", True)
-    engine = with_graphs(engine_of(model, enable_prefix_sharing=shares))
+    engine = with_graphs(engine_of(model, **SIZES, enable_prefix_sharing=shares))
     engine.warm_up(SamplingParams(n=n), batch_sizes=[4, 1])
     assert captures == [(4, 1, False, expected), (1, 1, False, False)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,14 +63,6 @@ def test_a_second_turn_finds_the_first_in_the_cache(model: Any) -> None:
     assert content(fresh.generate([prompt], params)) == second
 
 
-def test_new_weights_drop_the_cache(model: Any, changed: Callable[[], None]) -> None:
-    engine = engine_of(model)
-    (prompt, second), found = turns(engine, between=changed)
-    assert found == 28  # by the sibling
-    params = SamplingParams(max_tokens=9, seed=5, n=2)
-    assert content(engine_of(model).generate([prompt], params)) == second
-
-
 def test_weights_that_were_written_but_not_changed_keep_the_cache(model: Any) -> None:
     weight = model.model.layers[0].self_attn.k_proj.weight
 
@@ -127,53 +120,39 @@ def test_another_digest_is_refused_naming_both(model: Any, expected: Any) -> Non
     assert content(engine.generate(PROMPTS, SAMPLING)) == expected
 
 
+def written_once(weight: torch.Tensor, call: int) -> None:
+    if call == 3:
+        with torch.no_grad():
+            weight.mul_(1.25)
+
+
+def written_beside_its_version(weight: torch.Tensor, call: int) -> None:
+    weight.data.mul_(1.01)
+
+
+def moved(weight: torch.Tensor, call: int) -> None:
+    weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (written_once, "changed during generation: a parameter or a buffer was written or moved"),
+        (written_beside_its_version, "during generation: their digest was .* and is"),
+        (moved, "a parameter or a buffer was written or moved"),
+    ],
+)
 def test_weights_changed_during_generation_are_an_error(
-    model: Any, changed: Callable[[], None]
+    model: Any, changed: Callable[[], None], update: Callable[..., None], message: str
 ) -> None:
-    engine = engine_of(model)
-    calls: list[int] = []
-
-    def update(*_: int) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            changed()
-
-    with pytest.raises(
-        ConsistencyError, match="changed during generation: a parameter or a buffer was"
-    ):
-        engine.generate(PROMPTS, SAMPLING, progress=update)
-    assert len(calls) < 12 and is_idle(engine)
-    fresh = content(engine_of(model).generate(PROMPTS, SAMPLING))
-    assert content(engine.generate(PROMPTS, SAMPLING)) == fresh
-
-
-def test_a_write_that_leaves_no_version_is_seen_by_the_digest(
-    model: Any, changed: Callable[[], None]
-) -> None:
-    engine = engine_of(model)
-
-    def update(num_tokens: int, *_: int) -> None:
-        if num_tokens < 20:
-            model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.01)
-
-    with pytest.raises(ConsistencyError, match="during generation: their digest was .* and is"):
-        engine.generate(PROMPTS, SAMPLING, progress=update)
-    assert is_idle(engine)
-
-
-def test_a_parameter_moved_during_generation_is_an_error(
-    model: Any, changed: Callable[[], None]
-) -> None:
+    engine, calls = engine_of(model), itertools.count(1)
     weight = model.model.layers[0].self_attn.k_proj.weight
     memory = weight.data
-
-    def move(*_: int) -> None:
-        weight.data = memory.clone()
-
-    engine = engine_of(model)
     try:
-        with pytest.raises(ConsistencyError, match="a parameter or a buffer was written or moved"):
-            engine.generate(PROMPTS, SAMPLING, progress=move)
+        with pytest.raises(ConsistencyError, match=message):
+            engine.generate(PROMPTS, SAMPLING, progress=lambda *_: update(weight, next(calls)))
+        assert next(calls) < 24 and is_idle(engine)
+        fresh = content(engine_of(model).generate(PROMPTS, SAMPLING))
+        assert content(engine.generate(PROMPTS, SAMPLING)) == fresh
     finally:
         weight.data = memory
-    assert is_idle(engine)

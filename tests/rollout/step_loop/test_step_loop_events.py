@@ -17,37 +17,6 @@ PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
 # Cancellation.
 
 
-def test_a_cancelled_sequence_gives_its_blocks_back_at_once_and_stays_as_it_is(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
-    served = toy()
-    first, second = (sequence_of([i] * 9, max_tokens=20, prompt_id=i) for i in (1, 2))
-    served.loop.add(first)
-    served.loop.add(second)
-    for _ in range(5):
-        served.loop.step()
-    free, known = served.blocks.num_free_blocks, list(first.token_ids)
-    held = len(first.block_table)
-    served.loop.cancel(first)  # a step with a row of it is under way
-    assert served.blocks.num_free_blocks == free + held and first.block_table == []
-    served.finish()
-    assert (first.finish_reason, first.token_ids) == ("cancelled", known)
-    check([second])
-    served.check_empty()
-
-
-def test_a_waiting_sequence_can_be_cancelled(toy: Make, sequence_of: Make) -> None:
-    served = toy(max_num_seqs=1)
-    first, second = (sequence_of([i], max_tokens=9, prompt_id=i) for i in (1, 2))
-    served.loop.add(first)
-    served.loop.add(second)
-    served.loop.step()
-    served.loop.cancel(second)
-    served.finish()
-    assert second.finish_reason == "cancelled" and len(second.token_logprobs) == 0
-    served.check_empty()
-
-
 def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_way(
     toy: Make, sequence_of: Make, check: Make
 ) -> None:
@@ -63,20 +32,6 @@ def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_wa
 
 
 # Logprobs that are not finite.
-
-
-def test_a_failing_sequence_names_its_position_and_the_others_go_on(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
-) -> None:
-    sequences = [sequence_of([i, 5], max_tokens=9, prompt_id=i, stop=frozenset()) for i in range(4)]
-    served = toy(fails_at=frozenset({(2, 6)}))
-    served.run(sequences)
-    failed = sequences.pop(2)
-    assert failed.finish_reason == "error"
-    assert "prompt 2, sample 0, position 6: the model gave a logprob" in (failed.error or "")
-    assert failed.token_ids == expected(failed)[0][:6]
-    check(sequences)
-    served.check_empty()
 
 
 def test_a_failure_behind_a_rejected_guess_is_none(
@@ -120,17 +75,6 @@ def test_a_draft_stays_within_max_tokens(toy: Make, sequence_of: Make) -> None:
         drafts = [c for chunks in served.runner.history for c in chunks if c.draft]
         assert all(c.end < sequence.max_num_tokens for c in drafts)
         assert len(sequence.token_ids) <= sequence.max_num_tokens
-
-
-def test_a_draft_without_room_in_the_cache_is_given_up(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
-    sequences = [
-        sequence_of([1, 4, 0] * 4, max_tokens=13, prompt_id=i, speculation=7) for i in range(2)
-    ]
-    served = toy(num_blocks=9)
-    served.run(sequences)
-    check(sequences)
 
 
 def test_drafting_sequences_share_steps_instead_of_taking_turns(
