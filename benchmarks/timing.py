@@ -10,14 +10,16 @@ this process started with, ours under `numeric_settings`.
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
 import torch
+from torch.profiler import ProfilerActivity
 from triton.errors import TritonError
 
 from rl_consistency.numerics.clock import finished_seconds
@@ -43,6 +45,9 @@ LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
 
 ROUNDS = {"seconds": 0.12, "least": 7, "most": 60}
 """All rounds of a case take about so many seconds, where `least` and `most` allow it."""
+
+IDLE_ROUNDS = 3
+"""Pairs of a timed and a traced call."""
 
 
 def reason(error: BaseException) -> str:
@@ -184,6 +189,36 @@ class Machine(ColdDevice):
         self._trim()
         return {name: median(values) for name, values in samples.items()}
 
+    def peak_bytes(self, contestant: Contestant) -> int:
+        """Bytes at the peak of one call of a contestant that is not ours, under the library's
+        settings."""
+        return self._peak(contestant, library_defaults, self._taken())
+
+    def idle_share(self, contestant: Contestant) -> float:
+        """The share of the time of a call of ours in which the device waits.
+
+        Calls are timed and traced in turn, since a device that gets warm gets slower: by medians,
+        the time of the former that the kernels of the latter leave."""
+        timer = self._prepared(contestant, "wall", numeric_settings)
+        pairs = [(timer(i), self._busy_seconds(contestant)) for i in range(IDLE_ROUNDS)]
+        wall, busy = (median(seconds) for seconds in zip(*pairs, strict=True))
+        return max(1 - busy / wall, 0.0)
+
+    def _busy_seconds(self, contestant: Contestant) -> float:
+        """Seconds of one call of ours in which the device works, those of overlapping kernels once.
+        The trace slows the host down, and not the kernels."""
+        with numeric_settings(), contestant.context():
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
+                contestant.calls[0]()
+                torch.cuda.synchronize()
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in trace.events() or ()
+            if event.device_type.name == "CUDA"
+        ]
+        return 1e-6 * covered(spans)
+
     def _peak(self, contestant: Contestant, settings: Context, before: int) -> int:
         """Bytes at the peak of a call beyond those before the contestant's first call, so that
         what it keeps from call to call counts."""
@@ -229,6 +264,15 @@ def held_by_graphs() -> int:
         for segment in torch.cuda.memory_snapshot()
         if tuple(segment["segment_pool_id"]) != (0, 0)
     )
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans, each a start and an end."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def row_fields(

@@ -61,7 +61,8 @@ def _steps(models: Sequence[str], batches: Sequence[tuple[int, int]]) -> list[Ca
 
 
 def training_step(bench: Machine, model: str, sequences: int, length: int) -> dict[str, Any]:
-    """Forward and backward of the mean loss of a model of the benches."""
+    """Forward and backward of the mean loss of a model of the benches; of ours also the share of
+    the time in which the device waits, of Liger also its peak memory with gradients in fp32."""
     stock_model: Any = build_model(model, bench.device).train()
     own_model, stock_name = twin(stock_model), "hugging face sdpa"
     if is_sparse(model):
@@ -100,8 +101,32 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
             tokens=ids.numel(),
             memory=True,
         )
-        fields = bench.measure(race)
+        fields = bench.measure(race) | {"figures": {"idle_share": bench.idle_share(ours)}}
+    if "liger" in fields["peers"]:
+        peak = _peak_in_fp32(bench, peers["liger"], liger_model)
+        fields["peak_bytes"] |= {"liger, fp32 gradients": peak}
     return fields | {"unavailable": refused | fields.get("unavailable", {})}
+
+
+def _peak_in_fp32(bench: Machine, contestant: Contestant, model: nn.Module) -> int:
+    """The peak of a step whose gradients are added to fp32 buffers as they come, as trainers do
+    that keep main gradients."""
+    sums: dict[Tensor, Tensor] = {}
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter not in sums:
+            sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        sums[parameter] += parameter.grad
+        parameter.grad = None
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(add) for p in parameters]
+    try:
+        return bench.peak_bytes(contestant)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _backward(loss_of: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:

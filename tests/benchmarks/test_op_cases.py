@@ -28,7 +28,7 @@ from benchmarks.ops.experts import (
 )
 from benchmarks.suite import cases
 from benchmarks.timing import Ceilings, row_fields
-from benchmarks.train import training_step
+from benchmarks.train import _peak_in_fp32, training_step
 from benchmarks.tune import shipped
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.cpu import route_rows
@@ -65,6 +65,9 @@ class Machine:
         if not race.stock.keys() & seconds.keys():
             seconds[next(iter(race.stock))] = 1.0  # no such backend on a CPU
         return row_fields(race, seconds, {}, Ceilings(1.0, 1.0).seconds(race))
+
+    def idle_share(self, contestant):
+        return 0.25
 
 
 def flat(result):
@@ -178,6 +181,21 @@ def test_every_call_of_a_decode_step_meets_other_experts():
     first, second = machine.race.ours.calls
     assert not torch.equal(first.args[2].expert_ids, second.args[2].expert_ids)
     assert first.args[1] is not second.args[1], "small weights would stay in the cache"
+
+
+def test_gradients_in_fp32_are_summed_and_leave_none_behind():
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    grads = []
+
+    class Peak:
+        def peak_bytes(self, contestant):
+            model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+            grads.append(model.weight.grad)
+
+    _peak_in_fp32(Peak(), None, model)
+    assert grads == [None]
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_a_product_is_timed_once_its_bucket_of_rows_is_tuned(monkeypatch):

@@ -12,6 +12,7 @@ from benchmarks.timing import (
     Ceilings,
     Contestant,
     Race,
+    covered,
     library_defaults,
     row_fields,
 )
@@ -41,6 +42,11 @@ def test_the_fastest_stock_way_counts_and_every_way_is_reported():
     assert fields["ceiling_fraction"] == pytest.approx(0.5)
     assert fields["peak_bytes"] == {"ours": 7, "stock": 9}
     assert fields["tokens_per_second"]["stock"] == pytest.approx(2e8)
+
+
+def test_the_ceiling_is_the_slower_of_moving_and_computing():
+    ceilings = Ceilings(4e12, 1e12)
+    assert ceilings.seconds(race(("a",))) == pytest.approx(2e-6)
 
 
 def test_stock_runs_under_the_settings_of_a_fresh_process():
@@ -133,3 +139,26 @@ def test_a_peer_counts_where_stock_does_not_run():
     )
     assert not {"ratio", "stock", "stock_us"} & fields.keys()
     assert fields["peers"] == {"liger": 2e6} and fields["unavailable"].keys() == {"sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("spans", "length"),
+    [
+        ([], 0.0),
+        ([(1.0, 3.0)], 2.0),
+        ([(4.0, 5.0), (1.0, 3.0)], 3.0),
+        ([(1.0, 6.0), (2.0, 3.0), (5.0, 8.0)], 7.0),
+    ],
+)
+def test_kernels_that_overlap_count_once(spans, length):
+    assert covered(spans) == length
+
+
+def test_a_device_waits_for_what_traced_calls_leave_of_the_timed_ones_between_them():
+    """The first of both is an outlier, and a call that waits for nothing has a share of 0."""
+    machine = Timed()
+    busy = iter([90.0, 1.5e-6, 1.5e-6, 90.0, 2.5e-6, 2.5e-6])
+    machine._busy_seconds = lambda contestant: machine.order.append("traced") or next(busy)
+    assert machine.idle_share(lasting(2e-6, "timed")) == pytest.approx(0.25)
+    assert machine.order == ["timed", "traced"] * 3
+    assert machine.idle_share(lasting(2e-6, "timed")) == 0.0
