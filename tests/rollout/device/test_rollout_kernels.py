@@ -67,13 +67,6 @@ def test_the_numbers_of_rows_meet_nearly_all_schedules_of_any_number(name):
         assert not missed, rows
 
 
-def test_numbers_of_rows_are_multiples_of_16_and_others():
-    found = row_counts(2048)
-    assert found[:8] == [1, 2, 4, 8, 16, 17, 32, 33] and found[-1] == 2048
-    assert {1 << n for n in range(12)} <= set(found) and len(found) < 70
-    assert row_counts(1) == [1] and row_counts(20) == [1, 2, 4, 8, 16, 17, 20]
-
-
 BLOCK_SIZE = 16
 HEADS = [(14, 2, 64), (16, 8, 128), (28, 4, 128), (8, 1, 64), (20, 20, 80)]
 SIZES = [(40, 600, 512), (256, 8192, 4096), (64, 2048, 40960)]
