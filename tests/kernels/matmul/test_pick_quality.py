@@ -16,7 +16,6 @@ from rl_consistency.kernels.matmul.schedules import (
 
 PRODUCTS = timed_products()
 JUDGES = [timed for timed in PRODUCTS if not timed.fitted]
-FITTED = [timed for timed in PRODUCTS if timed.fitted]
 BY_NAME = {s.name: s for s in CANDIDATES}
 
 BARS = {

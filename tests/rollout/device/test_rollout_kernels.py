@@ -32,7 +32,6 @@ from rl_consistency.verify.presets import build_preset, preset_config
 from tests.rollout.device.launches import Uncaptured, UncapturedRagged
 
 BF16 = torch.bfloat16
-BOUNDS = RolloutBounds(tokens=2048, sequences=256, longest=32768, batch_sizes=(1, 256))
 
 
 @pytest.fixture(scope="module")

@@ -55,32 +55,6 @@ def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
     served.check_empty()
 
 
-@pytest.mark.parametrize("speculation", [0, 1, 3, 5, 7])
-@pytest.mark.parametrize("num_blocks", [11, 13, 20, 64])
-@pytest.mark.parametrize(("max_batch_tokens", "chunk"), [(1, None), (7, 3), (64, 7), (64, None)])
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
-def test_every_limit_gives_the_tokens_of_a_sequence_alone(
-    toy: Make,
-    max_num_seqs: int,
-    max_batch_tokens: int,
-    chunk: int | None,
-    num_blocks: int,
-    speculation: int,
-    load: Make,
-    check: Make,
-) -> None:
-    sequences = load(speculation=speculation)
-    served = toy(
-        num_blocks=num_blocks,
-        max_batch_tokens=max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=chunk,
-    )
-    served.run(sequences)
-    check(sequences)
-    served.check_empty()
-
-
 @st.composite
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.sampled_from([1, 2, 4, 7]))
