@@ -32,8 +32,7 @@ from benchmarks.trl import trl_suites
 from benchmarks.tune.shipped import tune_products, write_shipped
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.numerics.files import require_writable, write_output
-from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
-from rl_consistency.verify.checks.accuracy import accuracy_rows, long_fold_rows
+from rl_consistency.verify.checks.accuracy import ERROR_GROWTH_LIMIT, accuracy_rows, long_fold_rows
 
 SUITES = {
     "ops": (op_suites, "every op against its stock counterpart"),

@@ -9,8 +9,8 @@ from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
+from tests.comparison import first_difference
 
 LENGTHS = (9, 33, 21, 16, 40, 5)
 

@@ -10,8 +10,8 @@ from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.models.scoring import scored_rows
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
+from tests.comparison import first_difference
 
 SEQUENCES = probe_tokens((9, 33, 21, 16), 61)
 

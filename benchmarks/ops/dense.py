@@ -16,6 +16,8 @@ from benchmarks.peers import peer
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
 from benchmarks.suite import gradients, normal, own_winners, stepped
 from benchmarks.timing import Call, Contestant, Machine, Race
+from rl_consistency.cases import launches
+from rl_consistency.cases.case import Setting
 from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
@@ -30,9 +32,8 @@ from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.tuning import products
 from rl_consistency.tuning.tune import tune_works
-from rl_consistency.tuning.work import fewer_rows, with_fewer
+from rl_consistency.tuning.work import fewer_rows, with_fewer, work_of
 
 GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
@@ -87,9 +88,9 @@ def tuned_product(
     layout: str, bench: Machine, m: int, n: int, k: int, graph_rows: int = GRAPH_ROWS
 ) -> dict[str, Any]:
     """`product` once `tune` has measured its bucket of rows, as it does for a policy."""
-    bucket = rows_bucket(m)
+    bucket, setting = rows_bucket(m), Setting(dtype=torch.bfloat16, device=bench.device)
     largest, fewer = (
-        products.product(bench.device, layout, rows, n, k, torch.bfloat16, torch.bfloat16)
+        work_of(launches.product(setting, layout, rows, n, k))
         for rows in (bucket, fewer_rows(bucket))
     )
     (work,) = with_fewer([largest], [fewer])

@@ -13,21 +13,22 @@ import torch
 from benchmarks.shapes import ROWS, WEIGHTS
 from benchmarks.suite import own_winners
 from benchmarks.timing import Machine
+from rl_consistency.cases.case import Setting
+from rl_consistency.cases.launches import product
 from rl_consistency.kernels.core.findings import SHIPPED, Winner
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.tuning.products import product
 from rl_consistency.tuning.tune import tune_works
+from rl_consistency.tuning.work import work_of
 
 
 def tune_products(machine: Machine) -> dict[str, Winner]:
     """The winner of each product that has a faster schedule than what runs now, by its work.
     ConsistencyError where a schedule gave other bytes."""
-    bf16 = torch.bfloat16
-    works = []
+    works, setting = [], Setting(dtype=torch.bfloat16, device=machine.device)
     for weight, layout, m in itertools.product(WEIGHTS, ("nt", "nn"), ROWS):
         n, k = weight if layout == "nt" else weight[::-1]
-        works.append(product(machine.device, layout, m, n, k, bf16, bf16))
+        works.append(work_of(product(setting, layout, m, n, k)))
     with own_winners(machine.device) as store, numeric_settings(), torch.no_grad():
         report = tune_works(works, machine, store, clock=lambda: 0.0)
         if report.withdrawn:

@@ -41,7 +41,8 @@ def probe(
     outliers = torch.randperm(channels, **drawn)[: max(channels // 16, 1)]
     more = torch.randint(*OUTLIER_EXPONENTS, (len(outliers),), dtype=torch.int32, **drawn)
     exponents[..., outliers] += more
-    return (torch.ldexp(values, exponents) * scale).to(dtype)
+    # In place: tune draws the weights of a whole head.
+    return values.ldexp_(exponents).mul_(scale).to(dtype)
 
 
 def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -11,14 +11,12 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.whole_weights import whole_weights
-from rl_consistency.parity.bytes import same_bytes
 
 Tensors = nn.Module | Mapping[str, Tensor | None]
 
@@ -86,20 +84,3 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 def _bytes(tensor: Tensor) -> Tensor:
     """[n] uint8 on the CPU; shares storage with a contiguous CPU tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """The first name, in sorted order, whose entries differ or that one side lacks; else None.
-
-    Tensors are compared by dtype, shape and bytes, plain values such as digests by ==.
-    """
-    for name in sorted(a.keys() | b.keys()):
-        if name not in a or name not in b or not _equal(a[name], b[name]):
-            return name
-    return None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return type(a) is type(b) and a == b
-    return same_bytes(a.cpu(), b.cpu())

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.metrics import DRIFT
-from rl_consistency.parity.tolerances import RATIO_BAND
 
 LogProbs = Tensor | Sequence[Tensor]
+
+RATIO_BAND = (0.8, 1.2)
+"""An importance ratio outside this band counts towards the clip fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,37 +6,36 @@ it forward and backward for the rows of a micro-batch. Rows come in buckets, as 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from rl_consistency.cases import launches
+from rl_consistency.cases.case import Setting
+from rl_consistency.cases.expert_launches import expert_fold, expert_product
+from rl_consistency.cases.launches import outer, product
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.cuda import STATISTICS_CHUNK
-from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
+from rl_consistency.models.families import (
+    ACTIVATIONS,
+    HEAD_NORMS,
+    SPARSE,
+    check_config,
+    num_experts,
+)
 from rl_consistency.models.sharding import unwrapped
-from rl_consistency.tuning.products import (
-    TUNED_COLUMNS,
-    fold,
-    fused_gate_up,
-    fused_qkv,
-    product,
-)
-from rl_consistency.tuning.row_ops import (
-    glu_work,
-    head_gradient,
-    head_statistics,
-    norm_backward,
-    norm_forward,
-    rotary_work,
-)
-from rl_consistency.tuning.sparse_works import sparse_backward, sparse_forward, sparse_layers
-from rl_consistency.tuning.work import Work, fewer_rows, with_fewer
+from rl_consistency.tuning.work import Work, fewer_rows, with_fewer, work_of
+
+TUNED_COLUMNS = 8
+"""Columns are a multiple of this, as descriptors and the library need."""
+
+FP32 = torch.float32
 
 DECODE_ROWS = 512
 """The most rows of a decode step that are tuned for."""
@@ -63,8 +62,9 @@ def policy_works(
         raise TypeError(f"no canonical order for {dtype}; allowed: {', '.join(map(str, DTYPES))}.")
     if type(rows) is not int or rows < 1:
         raise ValueError(f"rows={rows!r}: give the tokens of a training batch, 1 or more.")
+    setting = Setting(dtype=dtype, device=device)
     largest, fewer = (
-        filter(_has_aligned_rows, _works(config, dtype, device, rows, of))
+        filter(_has_aligned_rows, _works(config, setting, rows, of))
         for of in (rows_bucket, fewer_rows)
     )
     return sorted(with_fewer(largest, fewer), key=lambda work: -work.seconds)
@@ -87,95 +87,131 @@ def _buckets(rows: int) -> list[int]:
     return sorted({rows_bucket(m) for m in (1, *(2**i for i in range(15)), rows) if m <= rows})
 
 
-def _works(
-    config: Any, dtype: torch.dtype, device: torch.device, rows: int, of: Callable[[int], int]
-) -> Iterator[Work]:
+def _works(config: Any, setting: Setting, rows: int, of: Callable[[int], int]) -> Iterator[Work]:
     """The works with `of(bucket)` rows for each bucket."""
     for bucket in _buckets(rows):
         m, steps = of(bucket), DECODE_STEPS if bucket <= DECODE_ROWS else 1
-        yield from _layer_forward(config, dtype, device, m, steps)
+        yield from _layer_forward(config, setting, m, steps)
         if bucket <= DECODE_ROWS:
             vocabulary, hidden = config.vocab_size, config.hidden_size
-            yield product(device, "nt", m, vocabulary, hidden, dtype, torch.float32, steps)
+            yield work_of(product(setting, "nt", m, vocabulary, hidden, FP32), steps)
         if bucket >= min(LEAST_TRAINING_ROWS, rows):
-            yield from _layer_backward(config, dtype, device, m)
-    yield from _head_works(config, dtype, device, of(rows_bucket(rows)))
+            yield from _layer_backward(config, setting, m)
+    yield from _head_works(config, setting, of(rows_bucket(rows)))
 
 
-def _layer_forward(
-    config: Any, dtype: torch.dtype, device: torch.device, m: int, steps: float
-) -> Iterator[Work]:
+def _layer_forward(config: Any, setting: Setting, m: int, steps: float) -> Iterator[Work]:
     """All layers for m rows; few rows compute q, k, v and gate, up in one launch each."""
     hidden, calls = config.hidden_size, config.num_hidden_layers * steps
     heads, kv_heads, dim = _heads(config)
     columns = heads * dim, kv_heads * dim, kv_heads * dim
-    one_qkv = fuses_qkv(m, columns, dtype)
+    one_qkv = fuses_qkv(m, columns, setting.dtype)
     if one_qkv:
-        yield fused_qkv(device, m, columns, hidden, dtype, calls)
-    for (n, k), count in _counted(_attention_weights(config, qkv=not one_qkv)):
-        yield product(device, "nt", m, n, k, dtype, dtype, calls * count)
+        yield work_of(launches.qkv(setting, m, columns, hidden), calls)
+    for (n, k), count in Counter(_attention_weights(config, qkv=not one_qkv)).items():
+        yield work_of(product(setting, "nt", m, n, k), calls * count)
     sparse = sparse_layers(config)
     if sparse:
-        yield from sparse_forward(config, dtype, device, m, sparse * steps)
+        yield from _sparse_forward(config, setting, m, sparse * steps)
     if sparse < config.num_hidden_layers:
-        dense = (config.num_hidden_layers - sparse) * steps
-        yield from _dense_forward(config, dtype, device, m, dense)
+        yield from _dense_forward(config, setting, m, (config.num_hidden_layers - sparse) * steps)
     for adds in (False, True):
-        yield norm_forward(device, m, hidden, dtype, adds=adds, calls=calls)
+        yield work_of(launches.norm_forward(setting, m, hidden, adds=adds), calls)
     if config.model_type in HEAD_NORMS:
         for count in (heads, kv_heads):
-            yield norm_forward(device, m * count, dim, dtype, calls=calls)
-    yield rotary_work(device, m, heads, kv_heads, dim, dtype, calls)
+            yield work_of(launches.norm_forward(setting, m * count, dim), calls)
+    yield work_of(launches.rotation(setting, m, heads, kv_heads, dim), calls)
 
 
-def _dense_forward(
-    config: Any, dtype: torch.dtype, device: torch.device, m: int, calls: float
-) -> Iterator[Work]:
+def _dense_forward(config: Any, setting: Setting, m: int, calls: float) -> Iterator[Work]:
     """An MLP without experts."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
-    one_glu = fuses_gate_up(m, inner, dtype, has_tma(device))
-    if one_glu:
-        yield fused_gate_up(device, m, inner, hidden, dtype, activation, calls)
+    hidden, inner, activation = config.hidden_size, config.intermediate_size, _activation(config)
+    if fuses_gate_up(m, inner, setting.dtype, has_tma(setting.device)):
+        yield work_of(launches.gate_up(setting, m, inner, hidden, activation), calls)
     else:
-        yield glu_work(device, "forward", m, inner, dtype, activation, calls)
-        yield product(device, "nt", m, inner, hidden, dtype, dtype, 2 * calls)
-    yield product(device, "nt", m, hidden, inner, dtype, dtype, calls)
+        yield work_of(launches.gated(setting, "forward", m, inner, activation), calls)
+        yield work_of(product(setting, "nt", m, inner, hidden), 2 * calls)
+    yield work_of(product(setting, "nt", m, hidden, inner), calls)
 
 
-def _layer_backward(
-    config: Any, dtype: torch.dtype, device: torch.device, m: int
-) -> Iterator[Work]:
+def _layer_backward(config: Any, setting: Setting, m: int) -> Iterator[Work]:
     """The gradients of all layers for a micro-batch of m rows."""
     hidden, calls = config.hidden_size, config.num_hidden_layers
-    for (n, k), count in _counted(_attention_weights(config)):
-        yield product(device, "nn", m, k, n, dtype, dtype, calls * count)
-        yield fold(device, m, n, k, dtype, calls * count)
     sparse = sparse_layers(config)
+    inner, dense = config.intermediate_size, calls - sparse
+    weights = [(n, k, calls * c) for (n, k), c in Counter(_attention_weights(config)).items()]
+    if dense:
+        weights += [(inner, hidden, 2 * dense), (hidden, inner, dense)]
+    for n, k, count in weights:
+        yield work_of(product(setting, "nn", m, k, n), count)
+        yield work_of(outer(setting, m, n, k), count)
     if sparse:
-        yield from sparse_backward(config, dtype, device, m, sparse)
-    if sparse < calls:
-        inner, dense = config.intermediate_size, calls - sparse
-        for (n, k), count in (((inner, hidden), 2), ((hidden, inner), 1)):
-            yield product(device, "nn", m, k, n, dtype, dtype, dense * count)
-            yield fold(device, m, n, k, dtype, dense * count)
-        activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
-        yield glu_work(device, "backward", m, inner, dtype, activation, dense)
+        yield from _sparse_backward(config, setting, m, sparse)
+    if dense:
+        yield work_of(launches.gated(setting, "backward", m, inner, _activation(config)), dense)
     for adds in (False, True):
-        yield norm_backward(device, m, hidden, dtype, adds=adds, calls=calls)
+        yield work_of(launches.norm_backward(setting, m, hidden, adds=adds), calls)
 
 
-def _head_works(config: Any, dtype: torch.dtype, device: torch.device, rows: int) -> Iterator[Work]:
+def _sparse_forward(config: Any, setting: Setting, m: int, calls: float) -> Iterator[Work]:
+    """Router and experts for m rows."""
+    hidden, inner, experts, top_k = _expert_sizes(config)
+    sizes = m, top_k, experts
+    for launch in (
+        product(setting, "nt", m, experts, hidden, FP32),
+        expert_product(setting, "gate_up", *sizes, inner, hidden, _activation(config)),
+        expert_product(setting, "nt", *sizes, hidden, inner),
+    ):
+        yield work_of(launch, calls)
+
+
+def _sparse_backward(config: Any, setting: Setting, m: int, calls: float) -> Iterator[Work]:
+    """Gradients of router and experts for a micro-batch of m rows."""
+    hidden, inner, experts, top_k = _expert_sizes(config)
+    sizes = m, top_k, experts
+    for launch in (
+        product(setting, "nn", m, hidden, experts),
+        outer(setting, m, experts, hidden),
+        expert_product(setting, "nn", *sizes, inner, hidden, by_row=True),
+        expert_product(setting, "nn", *sizes, hidden, 2 * inner),
+        expert_fold(setting, *sizes, 2 * inner, hidden),
+        expert_fold(setting, *sizes, hidden, inner, dy_by_row=True),
+    ):
+        yield work_of(launch, calls)
+
+
+def _head_works(config: Any, setting: Setting, rows: int) -> Iterator[Work]:
     """The LM head in training: its gradients come in chunks of tokens."""
-    vocabulary, hidden = config.vocab_size, config.hidden_size
+    sizes = vocabulary, hidden = config.vocab_size, config.hidden_size
     chunk = min(max(128, hidden // 128 * 128), rows)
     calls = rows / chunk
-    yield product(device, "nn", chunk, hidden, vocabulary, dtype, dtype, calls)
-    yield fold(device, chunk, vocabulary, hidden, dtype, calls)
-    if has_tma(device) and dtype != torch.float32:
+    yield work_of(product(setting, "nn", chunk, hidden, vocabulary), calls)
+    yield work_of(outer(setting, chunk, *sizes), calls)
+    if has_tma(setting.device) and setting.dtype != FP32:
         scored = min(rows, STATISTICS_CHUNK)
-        yield head_statistics(device, scored, vocabulary, hidden, dtype, rows / scored)
-        yield head_gradient(device, chunk, vocabulary, hidden, dtype, calls)
+        yield work_of(launches.head(setting, "statistics", scored, *sizes), rows / scored)
+        yield work_of(launches.head(setting, "gradient", chunk, *sizes), calls)
+
+
+def sparse_layers(config: Any) -> int:
+    """How many layers of a configuration have experts."""
+    if config.model_type not in SPARSE or not num_experts(config):
+        return 0
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ())
+    return sum(
+        (layer + 1) % step == 0 and layer not in (dense or ())
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def _expert_sizes(config: Any) -> tuple[int, int, int, int]:
+    """Hidden and inner width, experts, and experts of a row."""
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return config.hidden_size, inner, num_experts(config), config.num_experts_per_tok
+
+
+def _activation(config: Any) -> str:
+    return ACTIVATIONS[getattr(config, "hidden_act", "silu")]
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
@@ -197,10 +233,3 @@ def _has_aligned_rows(work: Work) -> bool:
     """Whether descriptors and the library can address the weights; others keep the op's rule."""
     sizes = "+".join(str(work.shape.get(name, 0)) for name in "nk").split("+")
     return all(int(size) % TUNED_COLUMNS == 0 for size in sizes)
-
-
-def _counted(shapes: list[tuple[int, int]]) -> list[tuple[tuple[int, int], int]]:
-    counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for shape in shapes:
-        counts[shape] += 1
-    return list(counts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from rl_consistency.cases.case import Op, as_tuple
+from rl_consistency.cases.launches import Launch
+from rl_consistency.kernels.core.findings import schedule_name
+
 Shape = Mapping[str, Any]
 """Names of sizes and their values."""
 
-Op = Callable[..., Any]
-"""Operands -> a tensor or a tuple of tensors; may write into its operands."""
-
+COPY_BANDWIDTH, MATMUL_RATE = 3e12, 6e14
+"""Bytes a second and products a second that bound a work from below: they order the works, and no
+figure is made of them."""
 
 UNABLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)
 """What a candidate raises that does not fit; of RuntimeErrors, only the compiler's."""
@@ -55,6 +60,22 @@ class Work:
     def default(self) -> str:
         """The candidate whose bytes are the reference."""
         return self.picked if self.picked in self.candidates else next(iter(self.candidates))
+
+
+def work_of(launch: Launch, calls: float = 1.0) -> Work:
+    """The work of a launch that a step of training makes `calls` times."""
+    least = max(launch.moved / COPY_BANDWIDTH, 2 * launch.products / MATMUL_RATE)
+    return Work(
+        op=launch.op,
+        shape=launch.shape,
+        operands=launch.operands,
+        candidates={schedule_name(s): partial(launch.run, s) for s in launch.schedules},
+        picked=schedule_name(launch.picked),
+        others=launch.library,
+        entry=launch.entry,
+        moved_bytes=launch.moved,
+        seconds=calls * least,
+    )
 
 
 def fewer_rows(rows: int) -> int:
@@ -103,7 +124,7 @@ def compare(work: Work, operands: tuple[Tensor, ...], only: tuple[str, ...] = ()
                 raise
             found.unable[name] = str(error)
             continue
-        result = list(result) if isinstance(result, tuple) else [result]
+        result = [*as_tuple(result)]
         reference = reference or result
         counts = [_differing(a, b) for a, b in zip(result, reference, strict=True)]
         if name in work.others:

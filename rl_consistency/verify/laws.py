@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.cases.case import Case, Op, as_tuple
+from rl_consistency.cases.launches import Launch
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
@@ -225,6 +226,25 @@ def parameter_of(values: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(values)
     parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]  # all digits are compared
     return parameter
+
+
+def launch_alike(tally: Tally, launch: Launch) -> Tensor:
+    """Every schedule of a launch and every other way give the same bytes, which are returned. Each
+    call has operands of its own, since it may write into them."""
+    operands = launch.operands()
+
+    def joined(found: Any) -> Tensor:
+        parts = as_tuple(found)
+        return parts[0] if len(parts) == 1 else torch.cat([x.float().flatten() for x in parts])
+
+    def by_schedule(schedule: Any) -> Tensor:
+        return joined(launch.run(schedule, *(x.clone() for x in operands)))
+
+    whole = schedules_alike(tally, launch.name, launch.schedules, by_schedule)
+    for way, op in launch.ways.items():
+        found = joined(op(*(x.clone() for x in operands)))
+        tally.equal(f"{launch.name}, {way}", whole, found)
+    return whole
 
 
 def rows_of(*parts: Tensor) -> Tensor:

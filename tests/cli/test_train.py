@@ -123,6 +123,7 @@ def test_the_table_counts_the_values_of_a_critic_where_there_is_one(summary):
     assert figures[labels.index("values of the critic that differ")] == "3 of 1,200"
 
 
+@pytest.mark.thorough
 def test_a_run_with_recorded_drift_fails(command):
     settings = ("consistency.strict=false", "consistency.on_drift=record")
     assert command(*(part for s in settings for part in ("--set", s))) == 1
@@ -149,7 +150,11 @@ def full(*_):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(run_module, "write_summary"), (plots, "save_picture"), (report, "render")],
+    [
+        (run_module, "write_summary"),
+        pytest.param(plots, "save_picture", marks=pytest.mark.thorough),
+        pytest.param(report, "render", marks=pytest.mark.thorough),
+    ],
 )
 def test_trackers_learn_that_the_end_of_a_run_failed(
     recipe, told, monkeypatch, module, name, undrawn
@@ -175,7 +180,10 @@ def test_trackers_that_are_closed_before_the_report_take_its_failure_for_success
     assert told == [False]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough)],
+)
 def test_trackers_learn_of_a_run_that_a_signal_ends_and_it_resumes(
     recipe, told, tmp_path, monkeypatch, number, status, undrawn
 ):

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_consistency import ConsistencyError, RolloutEngine, SamplingParams, patch, token_logprobs
 from rl_consistency.models.packing import Layout
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import make_lifelike
+from tests.comparison import first_difference
 from tests.fuzz.modifications import MODIFICATIONS
 from tests.fuzz.sparse_modifications import SPARSE_MODIFICATIONS
 

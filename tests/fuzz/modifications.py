@@ -38,13 +38,17 @@ def linear(model, rng):
     return parent, name.rpartition(".")[2]
 
 
+def activated(model, rng):
+    mlp = layer(model, rng).mlp
+    return getattr(mlp, "experts", mlp)
+
+
+def scaled(owner, name, factor):
+    setattr(owner, name, getattr(owner, name) * factor)
+
+
 def doubled(module, operands, output):
     return output * 2 if isinstance(output, torch.Tensor) else output
-
-
-@modification
-def hook_on_lm_head(model, rng):
-    model.lm_head.register_forward_hook(doubled)
 
 
 @modification
@@ -54,52 +58,6 @@ def hook_on_base_model(model, rng):
         return output
 
     model.model.register_forward_hook(halved)
-
-
-@modification
-def hook_on_a_layer(model, rng):
-    layer(model, rng).register_forward_hook(doubled)
-
-
-@modification
-def pre_hook_on_a_layer(model, rng):
-    layer(model, rng).register_forward_pre_hook(lambda module, operands: (operands[0] * 1.5,))
-
-
-@modification
-def hook_on_an_activation(model, rng):
-    mlp = layer(model, rng).mlp
-    getattr(mlp, "experts", mlp).act_fn.register_forward_hook(doubled)
-
-
-@modification
-def hook_on_a_linear(model, rng):
-    parent, name = linear(model, rng)
-    getattr(parent, name).register_forward_hook(doubled)
-
-
-@modification
-def hook_on_a_norm(model, rng):
-    layer(model, rng).input_layernorm.register_forward_hook(doubled)
-
-
-@modification
-def hook_on_embeddings(model, rng):
-    model.model.embed_tokens.register_forward_hook(doubled)
-
-
-@modification
-def hook_on_rotary(model, rng):
-    def turned(module, operands, output):
-        return output[1], output[0]
-
-    model.model.rotary_emb.register_forward_hook(turned)
-
-
-@modification
-def another_activation(model, rng):
-    mlp = layer(model, rng).mlp
-    getattr(mlp, "experts", mlp).act_fn = nn.ReLU()
 
 
 @modification
@@ -144,26 +102,6 @@ def adapter_around_a_linear(model, rng):
 
 
 @modification
-def edited_frequencies(model, rng):
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-@modification
-def edited_rotary_scaling(model, rng):
-    model.model.rotary_emb.attention_scaling *= 1.5
-
-
-@modification
-def edited_attention_scale(model, rng):
-    layer(model, rng).self_attn.scaling *= 2
-
-
-@modification
-def attention_to_the_future(model, rng):
-    layer(model, rng).self_attn.is_causal = False
-
-
-@modification
 def dropout_of_one_attention(model, rng):
     layer(model, rng).self_attn.attention_dropout = 0.5
     model.train()
@@ -173,16 +111,6 @@ def dropout_of_one_attention(model, rng):
 def bias_of_the_head(model, rng):
     head = model.lm_head
     head.bias = nn.Parameter(torch.randn(head.out_features, dtype=head.weight.dtype))
-
-
-@modification
-def embedding_with_max_norm(model, rng):
-    model.model.embed_tokens.max_norm = 0.5
-
-
-@modification
-def gradients_scaled_by_frequency(model, rng):
-    model.model.embed_tokens.scale_grad_by_freq = True
 
 
 @modification
@@ -216,31 +144,10 @@ def layers_in_another_order(model, rng):
 
 
 @modification
-def fewer_layers_by_config(model, rng):
-    model.config.num_hidden_layers = max(model.config.num_hidden_layers - 1, 1)
-
-
-@modification
-def pruned_weight(model, rng):
-    parent, name = linear(model, rng)
-    prune.l1_unstructured(getattr(parent, name), "weight", amount=0.5)
-
-
-@modification
 def weight_norm(model, rng):
     parent, name = linear(model, rng)
     module = parametrizations.weight_norm(getattr(parent, name))
     module.parametrizations.weight.original0.data.mul_(1.5)
-
-
-@modification
-def edited_epsilon(model, rng):
-    layer(model, rng).input_layernorm.variance_epsilon = 0.5
-
-
-@modification
-def epsilon_by_config(model, rng):
-    model.config.rms_norm_eps = 0.5
 
 
 @modification
@@ -258,11 +165,6 @@ def norm_left_out(model, rng):
 
 
 @modification
-def head_untied(model, rng):
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone() * 1.5)
-
-
-@modification
 def weights_shared_by_layers(model, rng):
     first, last = model.model.layers[0].mlp, model.model.layers[-1].mlp
     if is_sparse(first) != is_sparse(last):
@@ -274,24 +176,8 @@ def weights_shared_by_layers(model, rng):
 
 
 @modification
-def one_module_in_fp32(model, rng):
-    layer(model, rng).mlp.float()
-
-
-@modification
-def window_set_later(model, rng):
-    attention = layer(model, rng).self_attn
-    attention.sliding_window = 4
-
-
-@modification
 def rope_by_config(model, rng):
     model.config.rope_parameters["rope_theta"] *= 7
-
-
-@modification
-def activation_by_config(model, rng):
-    model.config.hidden_act = "gelu_pytorch_tanh"
 
 
 @modification
@@ -312,27 +198,6 @@ def bias_added_to_a_linear(model, rng):
     parent, name = linear(model, rng)
     module = getattr(parent, name)
     module.bias = nn.Parameter(torch.randn(module.out_features, dtype=module.weight.dtype))
-
-
-@modification
-def unused_attribute(model, rng):
-    layer(model, rng).residual_multiplier = 0.5
-
-
-@modification
-def unused_buffer(model, rng):
-    layer(model, rng).register_buffer("note", torch.zeros(1))
-
-
-@modification
-def soft_cap(model, rng):
-    model.config.final_logit_softcapping = 1.0
-
-
-@modification
-def grouping_edited(model, rng):
-    attention = layer(model, rng).self_attn
-    attention.num_key_value_groups = 1
 
 
 @modification
@@ -358,6 +223,70 @@ def gradient_checkpointing(model, rng):
     model.train()
 
 
-@modification
-def dtype_of_all(model, rng):
-    model.to(torch.float32)
+# Those of one expression.
+for _name, _change in {
+    "hook_on_lm_head": lambda model, rng: model.lm_head.register_forward_hook(doubled),
+    "hook_on_a_layer": lambda model, rng: layer(model, rng).register_forward_hook(doubled),
+    "pre_hook_on_a_layer": lambda model, rng: layer(model, rng).register_forward_pre_hook(
+        lambda module, operands: (operands[0] * 1.5,)
+    ),
+    "hook_on_an_activation": lambda model, rng: activated(model, rng).act_fn.register_forward_hook(
+        doubled
+    ),
+    "another_activation": lambda model, rng: setattr(activated(model, rng), "act_fn", nn.ReLU()),
+    "hook_on_a_linear": lambda model, rng: getattr(*linear(model, rng)).register_forward_hook(
+        doubled
+    ),
+    "hook_on_a_norm": lambda model, rng: layer(model, rng).input_layernorm.register_forward_hook(
+        doubled
+    ),
+    "hook_on_embeddings": lambda model, rng: model.model.embed_tokens.register_forward_hook(
+        doubled
+    ),
+    "hook_on_rotary": lambda model, rng: model.model.rotary_emb.register_forward_hook(
+        lambda module, operands, output: (output[1], output[0])
+    ),
+    "edited_frequencies": lambda model, rng: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "edited_attention_scale": lambda model, rng: scaled(layer(model, rng).self_attn, "scaling", 2),
+    "edited_rotary_scaling": lambda model, rng: scaled(
+        model.model.rotary_emb, "attention_scaling", 1.5
+    ),
+    "attention_to_the_future": lambda model, rng: setattr(
+        layer(model, rng).self_attn, "is_causal", False
+    ),
+    "embedding_with_max_norm": lambda model, rng: setattr(
+        model.model.embed_tokens, "max_norm", 0.5
+    ),
+    "gradients_scaled_by_frequency": lambda model, rng: setattr(
+        model.model.embed_tokens, "scale_grad_by_freq", True
+    ),
+    "edited_epsilon": lambda model, rng: setattr(
+        layer(model, rng).input_layernorm, "variance_epsilon", 0.5
+    ),
+    "epsilon_by_config": lambda model, rng: setattr(model.config, "rms_norm_eps", 0.5),
+    "window_set_later": lambda model, rng: setattr(
+        layer(model, rng).self_attn, "sliding_window", 4
+    ),
+    "activation_by_config": lambda model, rng: setattr(
+        model.config, "hidden_act", "gelu_pytorch_tanh"
+    ),
+    "unused_attribute": lambda model, rng: setattr(layer(model, rng), "residual_multiplier", 0.5),
+    "unused_buffer": lambda model, rng: layer(model, rng).register_buffer("note", torch.zeros(1)),
+    "soft_cap": lambda model, rng: setattr(model.config, "final_logit_softcapping", 1.0),
+    "grouping_edited": lambda model, rng: setattr(
+        layer(model, rng).self_attn, "num_key_value_groups", 1
+    ),
+    "one_module_in_fp32": lambda model, rng: layer(model, rng).mlp.float(),
+    "dtype_of_all": lambda model, rng: model.to(torch.float32),
+    "pruned_weight": lambda model, rng: prune.l1_unstructured(
+        getattr(*linear(model, rng)), "weight", amount=0.5
+    ),
+    "head_untied": lambda model, rng: setattr(
+        model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach().clone() * 1.5)
+    ),
+    "fewer_layers_by_config": lambda model, rng: setattr(
+        model.config, "num_hidden_layers", max(model.config.num_hidden_layers - 1, 1)
+    ),
+}.items():
+    _change.__name__ = _name
+    modification(_change)

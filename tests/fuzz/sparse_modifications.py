@@ -34,66 +34,10 @@ def sparse_modification(change):
 
 
 @sparse_modification
-def hook_on_a_block(mlp, rng):
-    mlp.register_forward_hook(doubled)
-
-
-@sparse_modification
-def hook_on_experts(mlp, rng):
-    mlp.experts.register_forward_hook(doubled)
-
-
-@sparse_modification
-def hook_on_a_router(mlp, rng):
-    mlp.gate.register_forward_hook(lambda module, operands, out: (out[0], out[1] * 2, out[2]))
-
-
-@sparse_modification
-def other_experts_per_token(mlp, rng):
-    mlp.gate.top_k = rng.randint(1, mlp.gate.num_experts)
-
-
-@sparse_modification
-def weights_of_experts_not_normalised(mlp, rng):
-    mlp.gate.norm_topk_prob = not getattr(mlp.gate, "norm_topk_prob", True)
-
-
-@sparse_modification
-def frozen_experts(mlp, rng):
-    for parameter in mlp.experts.parameters():
-        parameter.requires_grad_(False)
-
-
-@sparse_modification
-def frozen_router(mlp, rng):
-    mlp.gate.weight.requires_grad_(False)
-
-
-@sparse_modification
-def experts_in_fp32(mlp, rng):
-    mlp.experts.float()
-
-
-@sparse_modification
-def router_in_fp32(mlp, rng):
-    mlp.gate.float()
-
-
-@sparse_modification
 def subclass_of_the_experts(mlp, rng):
     stock = type(mlp.experts)
     forward = lambda self, *operands: stock.forward(self, *operands) * 2  # noqa: E731
     mlp.experts.__class__ = type("Mine", (stock,), {"forward": forward})
-
-
-@sparse_modification
-def correction_of_a_router(mlp, rng):
-    mlp.gate.register_buffer("e_score_correction_bias", torch.ones(mlp.gate.num_experts))
-
-
-@sparse_modification
-def fewer_experts(mlp, rng):
-    mlp.experts.num_experts -= 1
 
 
 @sparse_modification
@@ -111,16 +55,6 @@ def experts_that_are_equal(mlp, rng):
 def experts_stored_transposed(mlp, rng):
     weights = mlp.experts.down_proj
     weights.data = weights.data.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@sparse_modification
-def experts_replaced_by_a_copy(mlp, rng):
-    mlp.experts = copy.deepcopy(mlp.experts)
-
-
-@sparse_modification
-def jitter(mlp, rng):
-    mlp.jitter_noise = 0.5
 
 
 @sparse_modification
@@ -143,3 +77,35 @@ def another_implementation_of_experts(model, rng):
 @modification
 def router_logits_asked_for(model, rng):
     model.config.output_router_logits = True
+
+
+# Those of one expression.
+for _name, _change in {
+    "hook_on_a_block": lambda mlp, rng: mlp.register_forward_hook(doubled),
+    "hook_on_experts": lambda mlp, rng: mlp.experts.register_forward_hook(doubled),
+    "hook_on_a_router": lambda mlp, rng: mlp.gate.register_forward_hook(
+        lambda module, operands, out: (out[0], out[1] * 2, out[2])
+    ),
+    "other_experts_per_token": lambda mlp, rng: setattr(
+        mlp.gate, "top_k", rng.randint(1, mlp.gate.num_experts)
+    ),
+    "weights_of_experts_not_normalised": lambda mlp, rng: setattr(
+        mlp.gate, "norm_topk_prob", not getattr(mlp.gate, "norm_topk_prob", True)
+    ),
+    "frozen_experts": lambda mlp, rng: mlp.experts.requires_grad_(False),
+    "frozen_router": lambda mlp, rng: mlp.gate.weight.requires_grad_(False),
+    "experts_in_fp32": lambda mlp, rng: mlp.experts.float(),
+    "router_in_fp32": lambda mlp, rng: mlp.gate.float(),
+    "correction_of_a_router": lambda mlp, rng: mlp.gate.register_buffer(
+        "e_score_correction_bias", torch.ones(mlp.gate.num_experts)
+    ),
+    "fewer_experts": lambda mlp, rng: setattr(
+        mlp.experts, "num_experts", mlp.experts.num_experts - 1
+    ),
+    "experts_replaced_by_a_copy": lambda mlp, rng: setattr(
+        mlp, "experts", copy.deepcopy(mlp.experts)
+    ),
+    "jitter": lambda mlp, rng: setattr(mlp, "jitter_noise", 0.5),
+}.items():
+    _change.__name__ = _name
+    sparse_modification(_change)

@@ -28,6 +28,8 @@ TRUNCATED = SamplingParams(
 )
 LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 50, 64, 65, 100, 130, 200, 300, 400)
 PROMPTS = [[(7 * i + 3 * n) % 331 for i in range(n)] for n in LENGTHS]
+FEW = 2
+"""The most kernels that the fixed list of calls may miss here."""
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
 
 
@@ -97,18 +99,19 @@ def test_after_a_warm_up_steps_compile_next_to_nothing(
     assert len(warming) > 20
     with compilations(monkeypatch) as later:
         rollouts(engine, sampling)
-    assert 10 * len(later) <= len(warming), later
+    assert len(later) <= FEW, later
 
 
 def test_without_the_calls_ahead_steps_compile(model, new_process, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(rollout_kernels, "prompt_shapes", lambda bounds: ())
+    for shapes in ("prompt_shapes", "continued_shapes"):
+        monkeypatch.setattr(rollout_kernels, shapes, lambda bounds: ())
     engine = engine_of(model)
-    with compilations(monkeypatch) as warming:
+    with compilations(monkeypatch):
         engine.warm_up(PLAIN)
     with compilations(monkeypatch) as later:
         rollouts(engine, PLAIN)
-    assert 10 * len(later) > len(warming)
+    assert len(later) > FEW, later
 
 
 def test_a_second_process_finds_everything_on_disk(model, new_process, monkeypatch):

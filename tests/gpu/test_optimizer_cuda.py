@@ -73,12 +73,6 @@ def test_a_step_of_misaligned_storage_is_the_same_step():
     assert equal(whole, shifted)
 
 
-def test_a_step_repeats_itself():
-    values, gradients = lifelike(4), lifelike(5)
-    first, again = (stepped([nn.Parameter(values.clone())], [gradients], fused=True) for _ in "12")
-    assert equal(first, again)
-
-
 def test_the_comparison_sees_one_last_bit():
     """Negative control: a gradient that is scaled in two steps rounds otherwise."""
     values, gradients = lifelike(6), lifelike(7)

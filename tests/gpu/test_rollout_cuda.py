@@ -27,13 +27,6 @@ SAMPLINGS = {
         n=2, temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, max_tokens=40, seed=3
     ),
 }
-SETTINGS = {
-    "one at a time": {"max_num_seqs": 1},
-    "chunked prefill": {"prefill_chunk_size": 7},
-    "few tokens a step": {"max_batch_tokens": 19},
-    "preempted": {"num_kv_blocks": 40, "kv_block_size": 8},
-    "other blocks": {"kv_block_size": 32, "enable_prefix_sharing": False},
-}
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -47,8 +40,8 @@ def engine_of(model, **settings):
     return RolloutEngine(model, eos_token_id=1, **{"num_kv_blocks": 400} | settings)
 
 
-def generated(model, sampling, prompts=PROMPTS, prompt_ids=None, **settings):
-    return engine_of(model, **settings).generate(prompts, sampling, prompt_ids=prompt_ids)
+def generated(model, sampling, prompts=PROMPTS, **settings):
+    return engine_of(model, **settings).generate(prompts, sampling)
 
 
 def rescored(model, completions, sampling):
@@ -73,23 +66,6 @@ def test_rollout_logprobs_are_training_logprobs(model, name):
     assert all(t.device.type == "cpu" for t in rollout)
     report = compare_logprobs(rollout, rescored(model, completions, SAMPLINGS[name]))
     assert report.passed and report.max_ulp == 0 and report.tokens > 100
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_no_engine_setting_moves_a_bit(model, setting):
-    sampling = SAMPLINGS["truncated"]
-    expected = as_bytes(generated(model, sampling))
-    engine = engine_of(model, **SETTINGS[setting])
-    assert as_bytes(engine.generate(PROMPTS, sampling)) == expected
-    assert (engine.stats.preemptions > 0) == (setting == "preempted")
-
-
-def test_a_completion_depends_on_no_other_prompt(model):
-    sampling = SAMPLINGS["plain"]
-    together = as_bytes(generated(model, sampling))
-    for index, prompt in enumerate(PROMPTS):
-        alone = as_bytes(generated(model, sampling, [prompt], prompt_ids=[index]))
-        assert alone == together[2 * index : 2 * index + 2]
 
 
 def test_greedy_decoding_takes_the_lowest_of_equal_maxima(model):

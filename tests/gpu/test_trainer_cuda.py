@@ -214,13 +214,6 @@ def test_a_library_product_that_differs_stops_the_run(tmp_path, monkeypatch):
     assert rows[-1]["consistency/schedule_audit"] == 3
 
 
-def test_a_difference_is_judged_in_the_step_that_found_it(tmp_path, monkeypatch):
-    report = AuditReport(calls=514, audited=2, differing=3, found=0, withdrawn=[])
-    monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
-    _, rows = run(tmp_path / "run")
-    assert {row["consistency/schedule_audit"] for row in rows if row["step"]} == {3}
-
-
 def test_ppo_keeps_its_values_and_its_critic_under_another_micro_batch(tmp_path):
     ppo = {"algorithm.name": "ppo", "consistency.value_check_every": 1}
     summary, _ = run(tmp_path / "a", **ppo)

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.cases import launches
+from rl_consistency.cases.case import Setting
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import (
@@ -26,22 +28,15 @@ from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.tuning import measure
-from rl_consistency.tuning.products import drawn, fold, fused_gate_up, fused_qkv, product
-from rl_consistency.tuning.row_ops import (
-    glu_work,
-    head_gradient,
-    head_statistics,
-    norm_backward,
-    norm_forward,
-    rotary_work,
-)
 from rl_consistency.tuning.stopwatch import ColdDevice
 from rl_consistency.tuning.tune import tune, tune_device
+from rl_consistency.tuning.work import work_of
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALF = Setting(dtype=BF16, device=DEVICE)
 PROMPTS = [[(7 * i + 3 * n) % 331 for i in range(n)] for n in (1, 5, 33, 64, 130)]
 SAMPLING = SamplingParams(n=2, max_tokens=24, seed=3)
 
@@ -59,27 +54,22 @@ def own_cache(monkeypatch, tmp_path):
 
 def works_of(dtype):
     """A few works of each kind."""
-    out = {"dtype": dtype, "out_dtype": dtype}
-    return [
-        *(product(DEVICE, layout, m, 512, 1024, **out) for layout in ("nt", "nn") for m in (1, 64)),
-        product(DEVICE, "nt", 512, 1024, 512, dtype, FP32),
-        fold(DEVICE, 512, 256, 512, dtype),
-        fused_qkv(DEVICE, 16, (256, 128, 128), 256, dtype),
-        fused_gate_up(DEVICE, 16, 512, 256, dtype, "silu"),
-        *(glu_work(DEVICE, way, 300, 512, dtype, "silu") for way in ("forward", "backward")),
-        rotary_work(DEVICE, 300, 4, 2, 64, dtype),
-        *(norm_forward(DEVICE, 300, 1024, dtype, adds=adds) for adds in (False, True)),
-        *(norm_backward(DEVICE, 300, 1024, dtype, adds=adds) for adds in (False, True)),
-        *head_works(dtype),
+    on = Setting(dtype=dtype, device=DEVICE)
+    found = [
+        *(launches.product(on, way, m, 512, 1024) for way in ("nt", "nn") for m in (1, 64)),
+        launches.product(on, "nt", 512, 1024, 512, FP32),
+        launches.outer(on, 512, 256, 512),
+        launches.qkv(on, 16, (256, 128, 128), 256),
+        launches.gate_up(on, 16, 512, 256),
+        *(launches.gated(on, way, 300, 512, "silu") for way in ("forward", "backward")),
+        launches.rotation(on, 300, 4, 2, 64),
+        *(launches.norm_forward(on, 300, 1024, adds=adds) for adds in (False, True)),
+        *(launches.norm_backward(on, 300, 1024, adds=adds) for adds in (False, True)),
     ]
-
-
-def head_works(dtype):
-    """Those of the head's fused products, which are tuned where descriptors are."""
-    if dtype == FP32 or not has_tma(DEVICE):
-        return []
-    sizes = 300, 1024, 256, dtype
-    return [head_statistics(DEVICE, *sizes), head_gradient(DEVICE, *sizes)]
+    # The head's fused products are tuned where descriptors are.
+    if dtype != FP32 and has_tma(DEVICE):
+        found += [launches.head(on, kind, 300, 1024, 256) for kind in ("statistics", "gradient")]
+    return [work_of(launch) for launch in found]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -108,12 +98,13 @@ def test_winners_are_kept_for_the_next_process(own_cache):
 
 @pytest.mark.parametrize("m", [1, 40, 600])
 def test_every_candidate_that_wins_runs_with_the_same_bytes(m):
-    (a, b), n, k = drawn(DEVICE, BF16, (m, 1024), (512, 1024)), 512, 1024
+    n, k = 512, 1024
+    a, b = launches.product(HALF, "nt", m, n, k).operands()
     right = b.t().contiguous()
-    tma = "/tma/" in product(DEVICE, "nt", m, n, k, BF16, BF16).entry
+    tma = "/tma/" in launches.product(HALF, "nt", m, n, k).entry
     for layout, weight, run in (("nt", b, matmul_nt), ("nn", right, matmul_nn)):
         expected = matmul_fwd(a, weight, None, layout, BF16)
-        entry = product(DEVICE, layout, m, n, k, BF16, BF16).entry
+        entry = launches.product(HALF, layout, m, n, k).entry
         for schedule in candidates(m, BF16, tma=tma):
             findings_of(DEVICE).keep(entry, Winner(schedule.name, 1.0, 2.0))
             assert pick(m, n, k, BF16, layout, tma, BF16, DEVICE) == schedule
@@ -165,7 +156,7 @@ def test_a_rollout_tuned_in_its_middle_has_the_same_tokens_and_logprobs(
 
 def test_a_bench_is_cold_and_times_more_work_as_longer():
     bench = ColdDevice(DEVICE)
-    works = [product(DEVICE, "nt", m, 4096, 4096, BF16, BF16) for m in (16, 8192)]
+    works = [work_of(launches.product(HALF, "nt", m, 4096, 4096)) for m in (16, 8192)]
     seconds = []
     with numeric_settings(), torch.no_grad():
         for work in works:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rl_consistency.cases.case import TINY_SHAPES
-from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
@@ -85,13 +84,6 @@ def test_products_of_the_library_are_audited_and_another_order_is_found(
         check_matmul_schedules(wrong, setup)
     assert wrong.mismatches > 0
     assert audit.schedule_audit().differing > 0
-
-
-def test_a_probe_is_drawn_on_the_device_and_is_the_same_bytes_again():
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        values = probe((64, 96), dtype, seed=3, device=CUDA)
-        assert values.device == CUDA and values.isfinite().all()
-        assert torch.equal(values, probe((64, 96), dtype, seed=3, device=CUDA))
 
 
 def test_a_model_of_real_shape_is_built_on_the_device_and_moves_no_random_state():

@@ -19,7 +19,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.gradients import REGROUPINGS, check_gradients
 from rl_consistency.rollout.sampling_params import SamplingParams
-from tests.integrations.trainers import distinct_tokens, grpo, loaded, logged, plain, sft
+from tests.integrations.trainers import distinct_tokens, grpo, loaded, logged, plain, quick_at, sft
 
 KEY = "consistency/gradient_check"
 TRAINERS = {
@@ -31,7 +31,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("build", "options"), TRAINERS.values(), ids=TRAINERS)
+@pytest.mark.parametrize(("build", "options"), quick_at("GRPO", TRAINERS))
 def test_gradients_pass_and_the_weights_are_those_without_checks(
     build, options, directory, tmp_path, attach
 ):

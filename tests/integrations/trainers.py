@@ -85,6 +85,18 @@ def plain(directory, tmp_path, *, model=None, trainer=Trainer, compute_loss_func
     )
 
 
+def quick_at(name, cases):
+    """Parameters of named cases, all but one of them thorough."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=key,
+            marks=() if key == name else pytest.mark.thorough,
+        )
+        for key, case in cases.items()
+    ]
+
+
 def logged(trainer, key):
     """What the trainer logged by that name, in order."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]

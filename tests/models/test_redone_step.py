@@ -10,8 +10,8 @@ from rl_consistency.kernels.core import autograd
 from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
+from tests.comparison import first_difference
 from tests.kernels.gradient_fold.uses import hold_ends
 
 cpu, cuda = (

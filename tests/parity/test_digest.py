@@ -7,11 +7,11 @@ from torch import nn
 from rl_consistency.parity.digest import (
     SMALL,
     each_digest,
-    first_difference,
     joint_digest,
     list_digest,
     parameter_digest,
 )
+from tests.comparison import first_difference
 
 
 def model(dtype=torch.float32):

@@ -9,13 +9,13 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity import gradients
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
     GradientReport,
     check_gradients,
 )
 from rl_consistency.verify.presets import PRESETS, build_preset
+from tests.comparison import first_difference
 
 LENGTHS = (20, 9, 33, 16, 41)
 PROMPTS = [5, 3, 16, 1, 7]

@@ -18,6 +18,7 @@ from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
 from rl_consistency.trainers.policy import build_model
+from tests.trainers.conftest import RECIPE
 
 SAMPLING = SamplingParams(n=2, temperature=0.8, max_tokens=9, seed=4)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
@@ -29,16 +30,7 @@ def digests_of_gradients(model):
 
 @pytest.fixture(scope="module")
 def model():
-    build = BuildSection(
-        architecture="qwen3",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    model = build_model(build, byte_tokenizer(), seed=1)
+    model = build_model(BuildSection(**RECIPE["policy"]["build"]), byte_tokenizer(), seed=1)
     with patch(model):
         yield model
 
@@ -120,7 +112,7 @@ def whole_step(hook, model, rollout):
     return metrics | hook.on_step_end()
 
 
-def test_a_step_is_logged_under_exactly_the_promised_names(make_hook, model, rollout):
+def test_a_step_without_drift_has_the_promised_names_and_reads_zero(make_hook, model, rollout):
     metrics = whole_step(make_hook(gradient_check_every=1, shadow_every=1), model, rollout)
     expected = {f"consistency/{name}" for name in DRIFT}
     expected |= {
@@ -132,10 +124,6 @@ def test_a_step_is_logged_under_exactly_the_promised_names(make_hook, model, rol
     }
     expected |= {f"stock/{name}" for name in DRIFT}
     assert {name for name in metrics if not name.startswith("time/")} == expected
-
-
-def test_a_step_without_drift_reads_zero_and_the_stock_path_does_not(make_hook, model, rollout):
-    metrics = whole_step(make_hook(gradient_check_every=1, shadow_every=1), model, rollout)
     assert metrics["consistency/tokens"] == metrics["stock/tokens"] == 54
     assert metrics["consistency/mismatched_tokens"] == metrics["consistency/ulp/max"] == 0
     assert metrics["consistency/importance_ratio/min"] == 1.0

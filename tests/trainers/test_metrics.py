@@ -4,7 +4,6 @@ import pytest
 
 from rl_consistency.parity.foreign_drift import DEFINITIONS
 from rl_consistency.parity.metrics import METRICS, all_metrics, metric_of
-from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 
 ELSEWHERE = {"consistency/schedule_audit"}
 """Logged on a GPU alone."""
@@ -23,10 +22,6 @@ def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     assert all(metric_of(name) for name in logged)
     exact = {name for name, _ in all_metrics() if "*" not in name}
     assert exact - logged == ELSEWHERE
-
-
-def test_what_the_engine_is_asked_for_is_described():
-    assert all(metric_of(f"time/rollout_{name}") for name in ENGINE_METRICS)
 
 
 def test_a_name_that_nobody_described_is_an_error():

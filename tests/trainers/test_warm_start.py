@@ -16,6 +16,7 @@ from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.strategies.strategy import Replicated
 from rl_consistency.trainers.warm_start import warm_start
+from tests.trainers.conftest import RECIPE
 
 TOKENIZER = byte_tokenizer()
 EXAMPLES = problems(0, "train", 12, num_terms=3, max_value=9)
@@ -25,16 +26,7 @@ TARGETS = [[*TOKENIZER.encode(example.target), TOKENIZER.eos_token_id] for examp
 
 @pytest.fixture
 def model():
-    build = BuildSection(
-        architecture="qwen3",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    model = build_model(build, TOKENIZER, seed=1)
+    model = build_model(BuildSection(**RECIPE["policy"]["build"]), TOKENIZER, seed=1)
     with patch(model):
         yield model
 

@@ -6,8 +6,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rl_consistency.models.families import UnsupportedModelError, num_experts
-from rl_consistency.tuning.policy_works import policy_config, policy_works
-from rl_consistency.tuning.sparse_works import sparse_layers
+from rl_consistency.tuning.policy_works import policy_config, policy_works, sparse_layers
 from rl_consistency.verify.presets import build_preset, preset_config
 
 CPU = torch.device("cpu")

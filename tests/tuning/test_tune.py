@@ -60,14 +60,6 @@ def test_memory_that_runs_out_leaves_one_work_out(works, bench, store, make_work
     assert len(report.outcomes) == 4
 
 
-def test_a_withdrawn_candidate_fails_the_report(make_work, candidate, bench, store):
-    work = make_work({"own": candidate(2e-6), "wrong": candidate(1e-6, 2.0)})
-    for _ in range(2):  # and again when it is known
-        report = tune_works([work], bench, store, clock=lambda: 0.0)
-        assert not report.passed
-        assert report.withdrawn == {"add/n8/m1: wrong": "8 of 8 elements differ from own"}
-
-
 def test_scattering_times_warn(make_work, candidate, bench, store):
     shared = candidate([5e-6, 10e-6, 20e-6])
     with pytest.warns(UserWarning, match="Is the GPU shared with other work"):

@@ -82,6 +82,7 @@ def tuned(model):
     assert report.passed and all(o.winner != o.default for o in report.outcomes)
 
 
+@pytest.mark.thorough
 def test_tuning_in_the_middle_of_a_rollout_changes_no_bit(interpreted, monkeypatch):
     monkeypatch.setattr(measure, "FINAL_ROUNDS", (2, 2))
     state = torch.get_rng_state()

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from rl_consistency.cases import launches
+from rl_consistency.cases.case import Setting
+from rl_consistency.cases.expert_launches import expert_fold, expert_product
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner
 from rl_consistency.kernels.experts.fold_triton import Runs, fold_runs
@@ -16,90 +19,79 @@ from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_f
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
 from rl_consistency.kernels.token_logprobs.cuda import choose_plan
-from rl_consistency.tuning.expert_products import expert_fold, expert_product
-from rl_consistency.tuning.products import fold, fused_gate_up, fused_qkv, product
-from rl_consistency.tuning.row_ops import (
-    glu_work,
-    head_gradient,
-    head_statistics,
-    norm_backward,
-    norm_forward,
-    rotary_work,
-)
-from rl_consistency.tuning.work import compare
+from rl_consistency.tuning.work import compare, work_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+HALF = Setting(dtype=BF16)
 
 CASES = {
     "nt": (
-        lambda dtype: product(CPU, "nt", 20, 48, 96, dtype, dtype),
+        lambda setting: launches.product(setting, "nt", 20, 48, 96),
         lambda a, b: matmul_fwd(a, b, None, "nt", a.dtype),
     ),
     "nn": (
-        lambda dtype: product(CPU, "nn", 3, 48, 96, dtype, FP32),
+        lambda setting: launches.product(setting, "nn", 3, 48, 96, FP32),
         lambda a, b: matmul_fwd(a, b, None, "nn", FP32),
     ),
     "fold": (
-        lambda dtype: fold(CPU, 48, 32, 40, dtype),
+        lambda setting: launches.outer(setting, 48, 32, 40),
         lambda dy, x, g: gradient_fold_outer(g, dy, x, True),
     ),
     "qkv": (
-        lambda dtype: fused_qkv(CPU, 5, (32, 16, 16), 48, dtype),
+        lambda setting: launches.qkv(setting, 5, (32, 16, 16), 48),
         lambda *given: qkv_fwd(*given, None, None, None),
     ),
     "gate_up": (
-        lambda dtype: fused_gate_up(CPU, 5, 32, 48, dtype, "silu"),
+        lambda setting: launches.gate_up(setting, 5, 32, 48),
         lambda *given: gate_up_glu_fwd(*given, "silu"),
     ),
     "glu forward": (
-        lambda dtype: glu_work(CPU, "forward", 20, 48, dtype, "gelu"),
+        lambda setting: launches.gated(setting, "forward", 20, 48, "gelu"),
         lambda gate, up: glu_fwd(gate, up, "gelu"),
     ),
     "glu backward": (
-        lambda dtype: glu_work(CPU, "backward", 20, 48, dtype, "silu"),
+        lambda setting: launches.gated(setting, "backward", 20, 48, "silu"),
         lambda dy, gate, up: glu_bwd(dy, gate, up, "silu"),
     ),
     "rotary": (
-        lambda dtype: rotary_work(CPU, 9, 4, 2, 16, dtype),
+        lambda setting: launches.rotation(setting, 9, 4, 2, 16),
         lambda *given: rotary_fwd(*given, inverse=True),
     ),
     "experts gate_up": (
-        lambda dtype: expert_product(CPU, "gate_up", 9, 2, 4, 24, 48, dtype, "gelu"),
+        lambda setting: expert_product(setting, "gate_up", 9, 2, 4, 24, 48, "gelu"),
         lambda a, w, first, pairs: gate_up_fwd(a, w, first, pairs, 2, "gelu", False),
     ),
     "experts nt": (
-        lambda dtype: expert_product(CPU, "nt", 9, 2, 4, 24, 48, dtype),
+        lambda setting: expert_product(setting, "nt", 9, 2, 4, 24, 48),
         lambda a, w, first, pairs: product_fwd(a, w, "nt", first, pairs, 2, False),
     ),
     "experts nn": (
-        lambda dtype: expert_product(CPU, "nn", 9, 2, 4, 24, 48, dtype, by_row=True),
+        lambda setting: expert_product(setting, "nn", 9, 2, 4, 24, 48, by_row=True),
         lambda a, w, first, pairs: product_fwd(a, w, "nn", first, pairs, 2, True),
     ),
     "experts fold": (
-        lambda dtype: expert_fold(CPU, 40, 2, 4, 24, 48, dtype),
+        lambda setting: expert_fold(setting, 40, 2, 4, 24, 48),
         lambda dy, x, places, rows, first, g: fold_runs(
             g, dy, x, Runs(places, rows, first), dy_by_row=False, fresh=True
         ),
     ),
     "norm": (
-        lambda dtype: norm_forward(CPU, 20, 64, dtype),
-        lambda x, _, weight: rms_norm_fwd(x.view(5, 4, 64), None, weight[0], 1e-6),
+        lambda setting: launches.norm_forward(setting, 20, 64),
+        lambda x, weight: rms_norm_fwd(x.view(5, 4, 64), None, weight, 1e-6),
     ),
     "norm and addition": (
-        lambda dtype: norm_forward(CPU, 20, 64, dtype, adds=True),
-        lambda x, residual, weight: rms_norm_fwd(x, residual, weight[0], 1e-6),
+        lambda setting: launches.norm_forward(setting, 20, 64, adds=True),
+        lambda x, residual, weight: rms_norm_fwd(x, residual, weight, 1e-6),
     ),
     "norm backward": (
-        lambda dtype: norm_backward(CPU, 20, 512, dtype),
-        lambda dy, x, _, weight, rstd: rms_norm_bwd(dy, None, x, weight[0], rstd[:, 0], 1, True),
+        lambda setting: launches.norm_backward(setting, 20, 512),
+        lambda dy, x, weight, rstd: rms_norm_bwd(dy, None, x, weight, rstd, 1, True),
     ),
     "norm and addition backward": (
-        lambda dtype: norm_backward(CPU, 20, 512, dtype, adds=True),
-        lambda dy, x, dtotal, weight, rstd: rms_norm_bwd(
-            dy, dtotal, x, weight[0], rstd[:, 0], 1, True
-        ),
+        lambda setting: launches.norm_backward(setting, 20, 512, adds=True),
+        lambda dy, x, weight, rstd, dtotal: rms_norm_bwd(dy, dtotal, x, weight, rstd, 1, True),
     ),
 }
 
@@ -121,7 +113,7 @@ class Noting(Findings):
 def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
     make, op = CASES[case]
     monkeypatch.setitem(findings_module._by_device, CPU, store := Noting())
-    work = make(dtype)
+    work = work_of(make(Setting(dtype=dtype)))
     assert store.asked == []  # its default is the op's rule alone
     op(*work.operands())
     assert store.asked == [work.entry]
@@ -130,15 +122,22 @@ def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["gate_up", "nt", "nn"])
 def test_the_library_of_experts_gives_the_same_product(kind):
-    work = expert_product(CPU, kind, 9, 2, 4, 24, 48, BF16, by_row=kind == "nn")
+    work = work_of(expert_product(HALF, kind, 9, 2, 4, 24, 48, by_row=kind == "nn"))
     found = compare(work, work.operands(), (work.picked, "grouped_mm"))
     assert found.differing["grouped_mm"] < 18 * 24 / 4  # on a CPU the orders differ
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("nt", "fold", "norm") else pytest.mark.thorough)
+        for case in CASES
+    ],
+)
 def test_every_candidate_has_the_bytes_of_the_default(case):
     make, _ = CASES[case]
-    work = make(FP32 if case in ("nt", "nn", "fold", "experts nt", "experts fold") else BF16)
+    fp32 = case in ("nt", "nn", "fold", "experts nt", "experts fold")
+    work = work_of(make(Setting(dtype=FP32 if fp32 else BF16)))
     some = tuple(list(work.candidates)[:4])  # the interpreter takes its time
     found = compare(work, work.operands(), some)
     assert found.withdrawn == {} and set(some) <= set(found.equal)
@@ -148,8 +147,7 @@ def test_every_candidate_has_the_bytes_of_the_default(case):
 def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
     monkeypatch.setattr(head_schedules, "has_tma", lambda device: True)
     monkeypatch.setitem(findings_module._by_device, CPU, store := Noting())
-    make = {"statistics": head_statistics, "gradient": head_gradient}[kind]
-    work = make(CPU, 20, 64, 48, BF16)
+    work = work_of(launches.head(HALF, kind, 20, 64, 48))
     hidden, weight = torch.zeros(20, 48, dtype=BF16), torch.zeros(64, 48, dtype=BF16)
     assert head_schedules.pick(hidden, weight, kind, 20) == work.picked == "tma"
     assert store.asked == [work.entry]
@@ -164,7 +162,11 @@ def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
 
 def test_operands_are_the_same_each_time_and_leave_the_random_state():
     state = torch.get_rng_state()
-    work = product(CPU, "nt", 4, 8, 16, BF16, BF16)
+    work = work_of(launches.product(HALF, "nt", 4, 8, 16))
     for a, b in zip(work.operands(), work.operands(), strict=True):
-        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr() and a.abs().max() > 5
+        assert (
+            torch.equal(a, b)
+            and a.data_ptr() != b.data_ptr()
+            and a.abs().max() > 5 * a.abs().median()
+        )
     assert torch.equal(torch.get_rng_state(), state)

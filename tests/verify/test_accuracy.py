@@ -8,8 +8,8 @@ import torch
 
 from rl_consistency.cases.case import CPU
 from rl_consistency.cases.table import CASES
-from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 from rl_consistency.verify.checks.accuracy import (
+    ERROR_GROWTH_LIMIT,
     AccuracyRow,
     _measure,
     check_accuracy,

@@ -11,7 +11,6 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_varlen
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify import claims
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
@@ -19,6 +18,7 @@ from rl_consistency.verify.mutants.mutant import Mutant
 from rl_consistency.verify.mutants.run import MUTANTS, mutants_on, run_controls, run_mutant
 from rl_consistency.verify.run import CHAIN_CHECKS, SCHEDULE_CHECKS, op_checks_in, process_checks
 from rl_consistency.verify.sweep import OpSetup
+from tests.comparison import assert_within
 
 
 def bindings():

@@ -7,6 +7,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.cases import case as op_setup
+from rl_consistency.cases import launches
 from rl_consistency.cases.case import TINY_SHAPES, Heads
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.experts import route as router_schedules
@@ -44,19 +45,20 @@ def few(monkeypatch):
     """Small enough for the interpreter."""
     monkeypatch.setattr(schedule_checks, "LENGTHS", (1, 18))
     # On CPU tensors the public functions are the CPU's own schedules.
-    monkeypatch.setattr(
-        schedule_checks,
-        "matmul_nt",
-        lambda a, b, *, bias, out_dtype: matmul_fwd(a, b, bias, "nt", out_dtype),
-    )
+    for module in (schedule_checks, launches):
+        monkeypatch.setattr(
+            module,
+            "matmul_nt",
+            lambda a, b, *, bias, out_dtype: matmul_fwd(a, b, bias, "nt", out_dtype),
+        )
     monkeypatch.setattr(
         schedule_checks,
         "matmul_nn",
         lambda a, b, *, out_dtype: matmul_fwd(a, b, None, "nn", out_dtype),
     )
     tables = {
-        schedule_checks.matmul_schedules: {"POINTER_FP32": 4},
-        schedule_checks.few_rows_schedules: {"QKV": 3, "GATE_UP": -3},
+        matmul_schedules: {"POINTER_FP32": 4},
+        launches.few_rows: {"QKV": 3, "GATE_UP": -3},
         schedule_checks.attention_schedules: {
             "PREFILL": -2,
             "DECODE": -2,

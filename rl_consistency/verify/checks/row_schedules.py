@@ -4,25 +4,19 @@ bytes of every other."""
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_consistency.cases.pointwise import rotary_cases
+from rl_consistency.cases import launches
 from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import sampling_in_turn
-from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
-from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
-from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.laws import rows_of, schedules_alike
+from rl_consistency.verify.laws import launch_alike
 from rl_consistency.verify.substitution import attribute
 from rl_consistency.verify.sweep import MAX_ROWS, OpSetup
 
@@ -44,39 +38,27 @@ SAMPLING_SIZES = (
 
 def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
     """The gated activation and its gradients."""
-    size = (min(setup.rows, ROWS), setup.shapes.glu_width)
-    gate = setup.drawn(size, 1, 0.25)
-    # Where outliers meet, their product must fit fp16.
-    up, dy = (setup.drawn(size, seed, 1 / 64) for seed in (2, 3))
-
-    def gradients(schedule: glu.GluSchedule) -> Tensor:
-        return rows_of(*glu.glu_bwd(dy, gate, up, "silu", False, schedule))
-
-    entries = glu.CANDIDATES
-    schedules_alike(tally, "silu", entries, partial(glu.glu_fwd, gate, up, "silu"))
-    schedules_alike(tally, "silu gradient", entries, gradients)
+    size = min(setup.rows, ROWS), setup.shapes.glu_width
+    for direction in ("forward", "backward"):
+        launch_alike(tally, launches.gated(setup, direction, *size, "silu"))
 
 
 def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
     """Rotated queries and keys."""
-    *_, case = rotary_cases(setup)
-    q, k, cos, sin = case.draw(min(setup.rows, ROWS), 1)
-
-    def rotated(schedule: rotary.RotarySchedule) -> Tensor:
-        return rows_of(*rotary.rotary_fwd(q, k, cos, sin, False, schedule))
-
-    schedules_alike(tally, "q and k", rotary.CANDIDATES, rotated)
+    s = setup.shapes.attention[0]
+    rows = min(setup.rows, ROWS)
+    launch_alike(tally, launches.rotation(setup, rows, s.heads, s.kv_heads, s.head_dim))
 
 
 def check_rms_norm_schedules(tally: Tally, setup: OpSetup) -> None:
     """y, dx and the step sums of dweight, with the residual addition; and of several heads a
     token, whose gradients have a kernel of their own."""
-    rows, width = min(setup.rows, ROWS), setup.shapes.norm_widths[0]
-    x, residual, dtotal = (setup.drawn((rows, width), seed) for seed in (1, 2, 3))
-    _compare_norm(tally, setup, x, residual, dtotal, 1)
-    shape = setup.shapes.attention[0]
-    x = setup.drawn((rows, shape.heads, shape.head_dim), 4)
-    _compare_norm(tally, setup, x, None, None, shape.heads)
+    rows, shape = min(setup.rows, ROWS), setup.shapes.attention[0]
+    for width, heads in ((setup.shapes.norm_widths[0], 1), (shape.head_dim, shape.heads)):
+        adds, table = heads == 1, norm_backward_entries(width, heads)
+        launch_alike(tally, launches.norm_forward(setup, rows * heads, width, adds=adds))
+        backward = launches.norm_backward(setup, rows, width, heads, adds=adds, table=table)
+        launch_alike(tally, backward)
 
 
 def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.NormSchedule | None]:
@@ -92,23 +74,11 @@ def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.Nor
 def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
     """A buffer of embedding rows continued over tokens that repeat, ranked and sorted."""
     # What lies between the rows used does not matter.
-    height, width = min(setup.shapes.vocab_size, 1000), setup.shapes.hidden_size
-    count = max(setup.rows, 128)
+    height, count = min(setup.shapes.vocab_size, 1000), max(setup.rows, 128)
     index = torch.tensor(probe_tokens([count], height, seed=2)[0], device=setup.device)
     # One run longer than any that shares a program, and tokens that are left out.
     index[::3], index[::50] = 5, -1
-    rows = setup.drawn((count, width), 3)
-    start = probe((height, width), torch.float32, seed=4, device=setup.device)
-    start = start.to(accumulator_dtype(rows))
-
-    def continued(choice: tuple[gradient_rows_triton.RowFoldSchedule, bool]) -> Tensor:
-        schedule, ranked = choice
-        buffer = start.clone()
-        gradient_rows_triton.launch_rows(buffer, index, rows, schedule, ranked=ranked)
-        return buffer
-
-    choices = [(s, ranked) for s in gradient_rows_triton.CANDIDATES for ranked in (True, False)]
-    schedules_alike(tally, "rows", choices, continued)
+    launch_alike(tally, launches.gradient_rows(setup, index, height, setup.shapes.hidden_size))
 
 
 def check_sampling_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -138,31 +108,3 @@ def check_sampling_schedules(tally: Tally, setup: OpSetup) -> None:
             found = sampled()
         case = ", ".join(f"{name} {sizes[i]}" for _, name, sizes in SAMPLING_SIZES)
         tally.equal(case, whole, found)
-
-
-def _compare_norm(
-    tally: Tally, setup: OpSetup, x: Tensor, residual: Any, dtotal: Any, heads: int
-) -> None:
-    """Forward by every schedule and backward by `norm_backward_entries`, of x [T, H] or
-    [T, heads, H]."""
-    width, eps = x.shape[-1], 1e-6
-    # Small: where outliers meet, gradients must fit fp16.
-    weight, dy = setup.drawn((width,), 5, 0.1), setup.drawn(tuple(x.shape), 6, 0.01)
-
-    normed = partial(rms_norm_fwd, x.view(-1, width), residual, weight, eps)
-
-    def forward(schedule: rms_norm_schedules.NormSchedule) -> Tensor:
-        y, total, rstd = normed(schedule)
-        return rows_of(y, rstd) if residual is None else rows_of(y, total, rstd)
-
-    name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
-    schedules_alike(tally, name, rms_norm_schedules.candidates(width), forward)
-    _, total, rstd = normed(None)
-    normalized = x if residual is None else total
-
-    def gradients(schedule: rms_norm_schedules.NormSchedule | None) -> Tensor:
-        dx, sums = rms_norm_bwd(dy, dtotal, normalized, weight, rstd, heads, True, schedule)
-        return torch.cat([dx.float().view(-1, width), sums])
-
-    entries = norm_backward_entries(width, heads)
-    schedules_alike(tally, f"{name}, backward", entries, gradients)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.cases.case import Heads, weight_scale
-from rl_consistency.cases.linear import projection_cases
+from rl_consistency.cases import launches
+from rl_consistency.cases.case import Heads
 from rl_consistency.cases.probe import probe
 from rl_consistency.cases.token_logprobs import KINDS, head_probe, sampling_in_turn
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
@@ -26,17 +26,9 @@ from rl_consistency.kernels.attention.layout import (
 )
 from rl_consistency.kernels.attention.schedules import Cut
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
-from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
-from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
-from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
-from rl_consistency.kernels.gradient_fold.op import fold_outer
-from rl_consistency.kernels.linear import few_rows_triton as linear_triton
-from rl_consistency.kernels.linear import schedules as few_rows_schedules
+from rl_consistency.kernels.linear.schedules import MOST_FUSED_ROWS
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul import product_triton as matmul_triton
-from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
-from rl_consistency.kernels.pointwise import glu
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
@@ -50,7 +42,7 @@ from rl_consistency.verify.checks.attention import (
 )
 from rl_consistency.verify.checks.paged_calls import cached_rows, decoded, paged_calls
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.laws import rows_of, schedules_alike
+from rl_consistency.verify.laws import launch_alike, rows_of, schedules_alike
 from rl_consistency.verify.substitution import attribute
 from rl_consistency.verify.sweep import MAX_ROWS, OpSetup
 
@@ -64,13 +56,9 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
     rows, before = min(setup.rows, MAX_ROWS), audit.schedule_audit()
     by_the_library = 0
     with attribute(audit, "AUDIT_EVERY", 1):
-        for i, (inner, columns) in enumerate(setup.shapes.linear):
-            x = setup.drawn((rows, inner), 3 * i)
-            weight = setup.drawn((columns, inner), 3 * i + 1, weight_scale(inner))
-            bias = setup.drawn((columns,), 3 * i + 2)
-            for layout, b, added in (("nt", weight, bias), ("nn", weight.t().contiguous(), None)):
-                name = f"{inner} x {columns} {layout}"
-                by_the_library += _compare_product(tally, setup, name, x, b, added, layout)
+        for inner, columns in setup.shapes.linear:
+            for layout in ("nt", "nn"):
+                by_the_library += _compare_product(tally, setup, layout, rows, columns, inner)
                 # A reading withdraws all that was sampled since the one before: this product alone.
                 audit.schedule_audit()
     report = audit.schedule_audit()
@@ -86,50 +74,18 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
 
 def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     """q, k, v in one launch and gate, up, silu in another, against the ops they stand for."""
-    dtype = setup.dtype
-    few = few_rows_schedules.MOST_FUSED_ROWS - 3  # ragged for every tile
-    drawn = [case.draw(min(setup.rows, few), 40) for case in projection_cases(setup)]
-    x, weights = drawn[0][0], [w for own in drawn for w in own[1:]]
-    biases = bq, bk, bv = [setup.drawn((len(w),), i, 0.01) for i, w in enumerate(weights[:3])]
-    pairs = zip(weights, [*biases, None, None], strict=True)
-    apart = [matmul_nt(x, weight, bias=bias, out_dtype=dtype) for weight, bias in pairs]
-    wq, wk, wv, w_gate, w_up = weights
-    gated = glu.glu_fwd(apart[3], apart[4], "silu")
-    tma = has_tma(setup.device) and takes_descriptors(x, w_gate, w_up, gated)
-
-    def projected(schedule: matmul_schedules.Schedule) -> Tensor:
-        return torch.cat(linear_triton.qkv_fwd(x, wq, wk, wv, bq, bk, bv, schedule), dim=1)
-
-    qkv = gate_up = few_rows_schedules.FEW_ROWS_FP32
-    if dtype != torch.float32:
-        qkv = few_rows_schedules.QKV
-        gate_up = [s for s in few_rows_schedules.GATE_UP if tma or s.kind == "pointer"]
-    whole = schedules_alike(tally, "q, k, v", qkv, projected)
-    tally.equal("q, k, v, against the ops apart", torch.cat(apart[:3], dim=1), whole)
-    activated = partial(linear_triton.gate_up_glu_fwd, x, w_gate, w_up, "silu")
-    whole = schedules_alike(tally, "gate, up, silu", gate_up, activated)
-    tally.equal("gate, up, silu, against the ops apart", gated, whole)
+    rows = min(setup.rows, MOST_FUSED_ROWS - 3)  # ragged for every tile
+    shape, hidden = setup.shapes.attention[0], setup.shapes.hidden_size
+    queries, keys = (n * shape.head_dim for n in (shape.heads, shape.kv_heads))
+    launch_alike(tally, launches.qkv(setup, rows, (queries, keys, keys), hidden, bias=True))
+    launch_alike(tally, launches.gate_up(setup, rows, setup.shapes.glu_width, hidden))
 
 
 def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
     """A buffer continued by every schedule of `fold_outer`."""
-    rows = min(setup.rows, MAX_ROWS)
-    for i, (inner, columns) in enumerate(setup.shapes.linear):
-        x, dy = setup.drawn((rows, inner), 2 * i), setup.drawn((rows, columns), 2 * i + 1)
-        start = probe((columns, inner), torch.float32, seed=i, device=setup.device)
-        start = start.to(accumulator_dtype(x))
-        tma = has_tma(setup.device) and takes_descriptors(dy, x)
-
-        def continued(schedule: Any, dy: Tensor = dy, x: Tensor = x, start: Tensor = start):
-            buffer = start.clone()
-            gradient_fold_triton.launch_outer(buffer, dy, x, False, schedule)
-            return buffer
-
-        name = f"{columns} x {inner}"
-        entries = gradient_fold_schedules.candidates(setup.dtype, tma=tma)
-        whole = schedules_alike(tally, name, entries, continued)
-        fold_outer(start, dy, x)
-        tally.equal(f"{name}, as dispatched", whole, start)
+    for inner, columns in setup.shapes.linear:
+        rows = min(setup.rows, MAX_ROWS)
+        launch_alike(tally, launches.outer(setup, rows, columns, inner, fresh=False))
 
 
 def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -188,35 +144,29 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
 
 
 def _compare_product(
-    tally: Tally, setup: OpSetup, name: str, a: Tensor, b: Tensor, bias: Tensor | None, layout: str
+    tally: Tally, setup: OpSetup, layout: Any, rows: int, columns: int, inner: int
 ) -> bool:
     """Whether the library had a schedule among those compared."""
+    launch = launches.product(setup, layout, rows, columns, inner, bias=layout == "nt", every=True)
+    whole = launch_alike(tally, launch)
+    a, b, *added = launch.operands()
+    bias = added[0] if added else None
 
     def as_dispatched(rows: Tensor) -> Tensor:
         if layout == "nn":
             return matmul_nn(rows, b, out_dtype=a.dtype)
         return matmul_nt(rows, b, bias=bias, out_dtype=a.dtype)
 
-    fp32, size = setup.dtype == torch.float32, setup.dtype.itemsize
-    table = matmul_schedules.POINTER_FP32 if fp32 else matmul_schedules.CANDIDATES
-    tma = has_tma(setup.device) and takes_descriptors(a, b, as_dispatched(a))
-    entries = [
-        schedule.within(matmul_triton.SHARED_BYTES, size, size)
-        for schedule in table
-        if tma or schedule.kind == "pointer"
-    ]
-    by_schedule = partial(matmul_triton.matmul_fwd, a, b, bias, layout, a.dtype)
-    whole = schedules_alike(tally, name, entries, by_schedule)
     for count in sorted({1, 2, 16, 65, len(a)}):
-        case = f"{name}, {count} rows as dispatched"
+        case = f"{launch.name}, {count} rows as dispatched"
         tally.equal(case, whole[:count], as_dispatched(a[:count]))
-    if fp32:
+    if setup.dtype == torch.float32:
         return False
     # Where it is certified, not only where it is the fastest.
     with attribute(cublaslt, "prefers_library", lambda *_: True):
         found = cublaslt.product(a, b, bias, layout, a.dtype)
     if found is not None:
-        tally.equal(f"{name}, by the library", whole, found)
+        tally.equal(f"{launch.name}, by the library", whole, found)
     return found is not None
 
 

@@ -29,7 +29,7 @@ from rl_consistency.kernels.pointwise.rotary import rotary
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import IGNORED, token_logprobs
-from rl_consistency.parity.digest import first_difference
+from tests.comparison import first_difference
 
 pytestmark = pytest.mark.gpu
 

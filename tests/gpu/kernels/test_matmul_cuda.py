@@ -115,19 +115,6 @@ def test_operands_past_2_to_the_31_elements():
     assert same_bytes(matmul_fwd(a, b, None, "nt", torch.float32, POINTER[-1])[-64:], expected)
 
 
-@pytest.mark.parametrize("m", [1, 7, 256])
-def test_a_captured_graph_equals_eager(m):
-    a, b, bias = operands(m, 1024, 3072)
-    with numeric_settings():
-        expected = matmul_nt(a, b, bias=bias, out_dtype=torch.bfloat16)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = matmul_nt(a, b, bias=bias, out_dtype=torch.bfloat16)
-    y.zero_()
-    graph.replay()
-    assert same_bytes(y, expected)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available() or not has_tma(DEVICE), reason="needs sm_90")
 @pytest.mark.parametrize("schedule", [s for s in CANDIDATES if s.overlap], ids=lambda s: s.name)
 def test_overlapping_launches_wait_for_each_other(schedule):
@@ -151,17 +138,6 @@ def test_overlapping_launches_wait_for_each_other(schedule):
         y.zero_()
         graph.replay()
         assert same_bytes(y, expected)
-
-
-def test_the_registered_op_says_shapes_without_data():
-    a, b, bias = operands(8, 64, 128)
-    torch.library.opcheck(
-        torch.ops.rl_consistency.matmul_op.default, (a, b, bias, "nt", torch.float32)
-    )
-    torch.library.opcheck(
-        torch.ops.rl_consistency.matmul_op.default,
-        (a, b.t().contiguous(), None, "nn", torch.bfloat16),
-    )
 
 
 def test_a_descriptor_schedule_refuses_what_it_cannot_describe():

@@ -8,7 +8,7 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core import launch as launches
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
-from rl_consistency.parity.digest import first_difference
+from tests.comparison import first_difference
 
 pytestmark = pytest.mark.gpu
 

@@ -6,14 +6,12 @@ import random
 import pytest
 import torch
 
-from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
 )
-from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 from rl_consistency.rollout.device.sampler import sample
@@ -115,18 +113,6 @@ def test_nan_logits_disturb_no_other_row():
         assert token_ids[::2].eq(0).all() and logprobs[::2].isnan().all()
         assert torch.equal(token_ids[1::2], clean[0][1::2])
         assert same_bytes(logprobs[1::2], clean[1][1::2])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sampled_logprobs_are_those_that_training_scores(dtype):
-    hidden = probe((256, 512), dtype, scale=2**-5).cuda()
-    weight = probe((5011, 512), dtype, seed=1, scale=0.5 * 512**-0.5).cuda()
-    plain = SamplingRows.concatenate(
-        [SamplingRows.uniform(1, temperature=0.5 + i / 256) for i in range(256)]
-    ).to("cuda")
-    for rows in (plain, random_rows(256)):
-        token_ids, logprobs = sample(lm_head_logits(hidden, weight), rows, uniforms_of(256).cuda())
-        assert same_bytes(logprobs, token_logprobs(hidden, weight, token_ids, rows)[0])
 
 
 @pytest.mark.parametrize("truncates", [False, True])

@@ -28,7 +28,7 @@ from rl_consistency.kernels.token_logprobs.schedules import (
     GRADIENT_SCHEDULES,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.digest import first_difference
+from tests.comparison import first_difference
 
 pytestmark = pytest.mark.gpu
 

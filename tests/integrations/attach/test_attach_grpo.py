@@ -11,7 +11,7 @@ from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.scoring.label_logprobs import label_logprobs
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from tests.integrations.trainers import grpo, logged, sft
+from tests.integrations.trainers import grpo, logged, quick_at, sft
 
 VARIANTS = {
     "plain": {},
@@ -24,7 +24,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("options", quick_at("plain", VARIANTS))
 def test_no_token_differs_on_a_first_update(options, directory, tmp_path, attach):
     trainer = grpo(directory, tmp_path, **options)
     before = [parameter.clone() for parameter in trainer.model.parameters()]

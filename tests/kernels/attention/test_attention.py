@@ -11,8 +11,6 @@ from rl_consistency.kernels.attention.op import (
     attention_reference,
     attention_varlen,
 )
-from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.checks.attention import (
     attention_probe,
     packed_gradients,
@@ -22,6 +20,7 @@ from rl_consistency.verify.checks.attention import (
 from rl_consistency.verify.checks.paged_calls import chunked, decoded
 from rl_consistency.verify.laws import judged
 from rl_consistency.verify.sweep import OpSetup
+from tests.comparison import assert_within, first_difference
 
 LENGTHS = (1, 5, 64, 65, 130, 33)
 D = 32

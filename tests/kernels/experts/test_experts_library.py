@@ -20,7 +20,7 @@ from rl_consistency.kernels.experts.route import route
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 from tests.kernels.experts.cases import parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

@@ -32,7 +32,7 @@ from rl_consistency.kernels.experts.schedules import (
 )
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 from tests.kernels.experts.cases import TOP_K, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

@@ -12,7 +12,7 @@ from rl_consistency.kernels.pointwise.glu import (
     glu_reference,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 SHAPE = (37, 51)
 

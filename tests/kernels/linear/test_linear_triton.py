@@ -9,7 +9,7 @@ from rl_consistency.kernels.linear.few_rows_triton import (
 )
 from rl_consistency.kernels.linear.op import linear_reference
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_reference
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 

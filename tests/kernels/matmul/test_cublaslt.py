@@ -15,7 +15,7 @@ from rl_consistency.kernels.matmul.cublaslt import (
     compare,
     library_product,
 )
-from rl_consistency.parity.digest import first_difference
+from tests.comparison import first_difference
 
 KEY = Key.of("nt", torch.bfloat16, torch.bfloat16, False, 100, 64, 96)
 CPU = torch.device("cpu")

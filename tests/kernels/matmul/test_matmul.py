@@ -5,8 +5,8 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt, row_matmul, tile_matmul
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.laws import judged, rows_alike
+from tests.comparison import first_difference
 
 ROWS = 70
 

@@ -5,7 +5,7 @@ from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, POINTER, POINTER_FP32
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 

@@ -11,7 +11,7 @@ from rl_consistency.kernels.experts.route import (
     route_with_logits,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 ROWS, HIDDEN, EXPERTS, TOP_K = 80, 96, 12, 4
 

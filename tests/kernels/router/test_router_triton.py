@@ -12,7 +12,7 @@ from rl_consistency.kernels.experts.route import (
     pick,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 

@@ -7,7 +7,7 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 ROWS, V = 40, 101
 

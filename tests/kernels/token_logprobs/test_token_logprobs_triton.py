@@ -27,7 +27,7 @@ from rl_consistency.kernels.token_logprobs.schedules import (
     HeadSchedule,
 )
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 

@@ -13,10 +13,10 @@ from rl_consistency.models.inventory import faults
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
+from tests.comparison import first_difference
 from tests.models.inventory.scores import halved, rolled_out, scores, stock_scores, tokens
 
 ALLOWED = (

@@ -13,8 +13,8 @@ from rl_consistency.models.moe.routing import Routed, RoutingRecord
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
+from tests.comparison import first_difference
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 16, 1, 23)
 SEQUENCES = probe_tokens((9, 33, 21, 16), 331)

@@ -14,8 +14,8 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import ROUTED, strict
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
+from tests.comparison import first_difference
 
 SPARSE = ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 SEQUENCES = probe_tokens((9, 33, 21), 331)

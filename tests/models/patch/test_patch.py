@@ -13,8 +13,8 @@ from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import patch, patched_session
 from rl_consistency.numerics.settings import SETTINGS
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
+from tests.comparison import first_difference
 from tests.models.patch.tiny_models import tiny, tokens
 
 ROPES = {

@@ -11,8 +11,8 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
+from tests.comparison import first_difference
 
 LENGTHS = (9, 33, 2, 47)
 PROMPTS = [3, 16, 1, 46]

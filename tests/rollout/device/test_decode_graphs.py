@@ -17,7 +17,6 @@ from transformers import Qwen3ForCausalLM
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SharedRun
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.numerics.strict import strict
-from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.rollout.device import model_runner, shared_prefixes
 from rl_consistency.rollout.device.decode_graphs import (
     BUCKETS,
@@ -32,6 +31,7 @@ from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+from tests.comparison import assert_within
 from tests.rollout.device.launches import Uncaptured, admitted, decoded, uncaptured, verified, whole
 
 PLAIN = SamplingParams(seed=3)

@@ -51,23 +51,26 @@ def same_trajectory(plain, tiny_run, common, **changes):
     return digests(rows) == plain[key]
 
 
+CUTS = [
+    {"training.micro_batch_size": 1},
+    {"training.micro_batch_size": 64},
+    {"rollout.prefill_chunk_size": 3},
+    {"rollout.max_num_seqs": 1},
+    {"rollout.prefix_sharing": False},
+    {"rollout.kv_block_size": 5},
+    {"consistency.gradient_check_every": 1, "consistency.shadow_every": 1},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"training.micro_batch_size": 1},
-        {"training.micro_batch_size": 2},
         {"training.micro_batch_size": 3},
-        {"training.micro_batch_size": 64},
-        {"training.layout": "padded"},
         {"training.layout": "padded", "training.micro_batch_size": 3},
         {"policy.gradient_checkpointing": True},
-        {"rollout.prefill_chunk_size": 3},
         {"rollout.max_batch_tokens": 5},
-        {"rollout.max_num_seqs": 1},
-        {"rollout.prefix_sharing": False},
-        {"rollout.kv_block_size": 5},
         {"rollout.sampling.speculation": 7},
-        {"consistency.gradient_check_every": 1, "consistency.shadow_every": 1},
+        *(pytest.param(cut, marks=pytest.mark.thorough) for cut in CUTS),
     ],
     ids=lambda changes: ",".join(f"{k.split('.')[-1]}={v}" for k, v in changes.items()),
 )
@@ -159,16 +162,16 @@ def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout.sampling.top_k": 5},
-        {"rollout.sampling.top_p": 0.6},
-        {"rollout.sampling.min_p": 0.3},
+        *(
+            pytest.param({f"rollout.sampling.{name}": value}, marks=pytest.mark.thorough)
+            for name, value in {"top_k": 5, "top_p": 0.6, "min_p": 0.3, "temperature": 1.7}.items()
+        ),
         {
             "rollout.sampling.top_k": 20,
             "rollout.sampling.top_p": 0.9,
             "rollout.sampling.min_p": 0.02,
         },
         {"rollout.sampling.temperature": 0.6, "rollout.sampling.top_k": 8},
-        {"rollout.sampling.temperature": 1.7},
     ],
     ids=lambda changes: ",".join(f"{k.split('.')[-1]}={v}" for k, v in changes.items()),
 )
@@ -191,6 +194,7 @@ def test_the_reference_is_the_policy_the_run_began_with(tiny_run):
     assert rows[1]["policy/kl/k3"] == 0.0
 
 
+@pytest.mark.thorough
 def test_rewards_lead_the_policy(tiny_run):
     summary, _ = tiny_run(
         **{

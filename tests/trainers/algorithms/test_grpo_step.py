@@ -126,21 +126,6 @@ def test_evaluation_is_greedy_and_changes_nothing(make_trainer):
     assert before == trainer.evaluate() and before.keys() == {"eval/reward"}
 
 
-def test_the_digest_of_the_weights_is_handed_over_and_logged(tiny_run, monkeypatch):
-    given = []
-    real = RolloutEngine.generate
-
-    def generate(self, *args, weights_digest=None, **rest):
-        given.append(weights_digest)
-        return real(self, *args, weights_digest=weights_digest, **rest)
-
-    monkeypatch.setattr(RolloutEngine, "generate", generate)
-    _, rows = tiny_run()
-    logged = [row["rollout/weights_digest"] for row in rows if row["step"] > 0]
-    assert given[1:] == logged[:-1] and None not in given
-    assert len({given[0], *logged}) == 4 and len(logged) == 3
-
-
 def test_the_first_rollout_compares_the_weights_that_the_trainer_was_given(make_trainer):
     """Those of a checkpoint, when a run is resumed."""
     trainer = make_trainer(RecordingHook())

@@ -34,7 +34,13 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "qwen3_moe",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("olmoe", "mixtral")),
+    ],
+)
 def test_no_token_differs_and_none_meets_other_experts(tiny_run, architecture):
     summary, rows = tiny_run(
         **sparse(architecture), **CHECKED, **{"algorithm.balance_coefficient": 0.01}

@@ -98,13 +98,6 @@ def test_generalized_advantages_match_their_definition(gamma, gae_lambda, length
     assert found == pytest.approx(naive_gae(rewards, values, **factors), rel=1e-12, abs=1e-13)
 
 
-def test_generalized_advantages_worked_by_hand():
-    found = generalized_advantages([0.0, 1.0], [0.25, 0.5], gamma=1.0, gae_lambda=0.5)
-    assert found == [0.5, 0.5]
-    whole = generalized_advantages([0.0, 0.0, 2.0], [0.5, 1.0, 1.5], gamma=0.5, gae_lambda=1.0)
-    assert whole == [0.5 - 0.5, 1.0 - 1.0, 2.0 - 1.5]
-
-
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -243,7 +243,11 @@ def test_an_interrupt_passes_through():
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400, 1e39, -(10**39)]
+    "value",
+    [
+        *(float("nan"), float("inf"), -float("inf"), None, "1", 10**400, 1e39, -(10**39)),
+        *(np.float32("nan"), torch.tensor(float("inf")), np.str_("1"), torch.ones(2)),
+    ],
 )
 def test_a_score_that_is_no_finite_number_is_named_with_its_sample(value):
     text = str(refusal(lambda **_: [0.0, value, value]))

@@ -139,6 +139,7 @@ def test_a_failure_in_the_first_step_saves_nothing(tiny_run, drawing_rewards):
     assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
 
 
+@pytest.mark.thorough
 def test_rewards_that_fail_in_an_evaluation_cost_no_step(tiny_run, lasting, drawing_rewards):
     changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
     changes |= {"training.save_every": 0, "training.steps": 4}
@@ -209,6 +210,7 @@ def test_gradients_that_are_not_finite_cost_no_step_before(tiny_run, monkeypatch
     assert [path.name for path in folder.iterdir()] == ["step_000002"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["progress", "a warning"])
 def test_a_line_that_nobody_takes_in_the_middle_of_a_step_costs_none(
     tiny_run, lasting, monkeypatch, where

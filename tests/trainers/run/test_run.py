@@ -15,7 +15,7 @@ from rl_consistency.trainers.algorithms import reference
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.tracking import trackers, wandb_tracker
+from rl_consistency.trainers.tracking import trackers
 
 
 def test_a_run_leaves_what_it_promises(tiny_run):
@@ -54,6 +54,7 @@ def test_a_run_leaves_what_it_promises(tiny_run):
     assert told == [line for line in told if line.startswith("warm start")] != []
 
 
+@pytest.mark.thorough
 def test_a_run_repeated_takes_the_same_trajectory(tiny_run, lasting, lasting_summary):
     first, rows = tiny_run(**tiny_run.LONG)
     again, rows_again = tiny_run(**tiny_run.LONG, overwrite=True)
@@ -74,14 +75,6 @@ def test_a_run_does_not_touch_global_state(tiny_run):
         torch.set_float32_matmul_precision(precision)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_missing_wandb_costs_one_warning(tiny_run, monkeypatch):
-    monkeypatch.setattr(wandb_tracker, "find_spec", lambda name: None)
-    told = []
-    tiny_run(announce=told.append, **{"tracking.wandb": {"project": "bits"}, "training.steps": 1})
-    assert sum("wandb is not installed: pip install" in line for line in told) == 1
-    assert (tiny_run.directory / "run" / "summary.json").is_file()
 
 
 def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch):

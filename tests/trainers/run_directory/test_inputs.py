@@ -14,16 +14,8 @@ from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory import step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from tests.trainers.conftest import RECIPE
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
 STEPS = {"training.steps": 4, "training.save_every": 2, "training.keep_checkpoints": 3}
 
 
@@ -31,7 +23,7 @@ STEPS = {"training.steps": 4, "training.save_every": 2, "training.keep_checkpoin
 def given(tiny_run):
     """A recipe whose policy, tokenizer and data are files."""
     model = tiny_run.directory / "model"
-    built = build_model(BuildSection(architecture="qwen3", **SIZES), byte_tokenizer(), seed=2)
+    built = build_model(BuildSection(**RECIPE["policy"]["build"]), byte_tokenizer(), seed=2)
     built.save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
     return {
@@ -97,7 +89,7 @@ def edit_ends(directory):
 
 
 def edit_weights(directory):
-    build = BuildSection(architecture="qwen3", **SIZES)
+    build = BuildSection(**RECIPE["policy"]["build"])
     build_model(build, byte_tokenizer(), seed=3).save_pretrained(directory / "model")
 
 

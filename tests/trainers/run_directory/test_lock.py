@@ -47,15 +47,6 @@ def test_a_second_run_in_the_directory_of_a_running_one_is_refused(
     assert lasting(mine) == lasting(rows)
 
 
-def test_of_two_resumed_runs_the_second_is_refused(tiny_run, lasting, monkeypatch):
-    _, rows = tiny_run.of_its_own("whole", **SAVING)
-    tiny_run(**SAVING | {"training.steps": 1})
-    met = second(tiny_run, monkeypatch, resume=True)
-    _, mine = tiny_run(**SAVING, resume=True)
-    assert "another process" in met[0]
-    assert lasting(mine) == lasting(rows)
-
-
 def test_without_the_lock_two_runs_write_the_same_checkpoint(tiny_run, monkeypatch):
     """Negative control."""
     changes, begun, log = {"training.steps": 4, "training.save_every": 2}, [], MetricsFile.log

@@ -79,16 +79,21 @@ def interrupt(monkeypatch, place):
     monkeypatch.setattr(GRPOTrainer, "_learn", learning)
 
 
+PLACES = [
+    ("after save", 0),
+    ("after log", 2),
+    ("after learning", 3),
+    ("before log", 4),
+    ("after save", 6),
+]
+
+
 @pytest.mark.parametrize(
     "place",
     [
         ("after log", 0),
-        ("after save", 0),
-        ("after log", 2),
         ("in save", 2),
-        ("after learning", 3),
-        ("before log", 4),
-        ("after save", 6),
+        *(pytest.param(place, marks=pytest.mark.thorough) for place in PLACES),
     ],
     ids=lambda place: " ".join(map(str, place)),
 )
@@ -110,25 +115,6 @@ def test_a_run_stopped_anywhere_and_resumed_ends_as_if_never_stopped(
     assert lasting(resumed_rows) == rows
     assert lasting_summary(resumed) == summary
     assert tiny_run.files()["digests.jsonl"] == whole_run["digests"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, monkeypatch, dtype):
-    changes = {
-        "policy.dtype": dtype,
-        "training.steps": 4,
-        "training.save_every": 2,
-        "optimizer.learning_rate": 1e-3,
-    }
-    summary, rows = tiny_run.of_its_own("whole", **changes)
-    with monkeypatch.context() as patched:
-        interrupt(patched, ("after log", 3))
-        with pytest.raises(Interrupt):
-            tiny_run(**changes)
-    resumed, resumed_rows = tiny_run(**changes, resume=True)
-    assert lasting(resumed_rows) == lasting(rows)
-    assert lasting_summary(resumed) == lasting_summary(summary)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tiny_run, monkeypatch):

@@ -15,6 +15,7 @@ from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 
+@pytest.mark.thorough
 def test_a_run_directory_that_moved_resumes(tiny_run, lasting, lasting_summary):
     summary, rows = tiny_run(**tiny_run.LONG)
     moved = tiny_run.directory / "elsewhere" / "run"

@@ -25,7 +25,7 @@ from rl_consistency.kernels.attention.schedules import (
     PREFILL,
 )
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
-from rl_consistency.parity.tolerances import assert_within
+from tests.comparison import assert_within
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,
     BLOCK,

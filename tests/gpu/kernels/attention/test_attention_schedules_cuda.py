@@ -14,9 +14,6 @@ from rl_consistency.kernels.attention.hopper import backward
 from rl_consistency.kernels.attention.layout import (
     PackedSequences,
 )
-from rl_consistency.kernels.attention.op import (
-    attention_paged,
-)
 from rl_consistency.kernels.attention.schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -36,7 +33,6 @@ from rl_consistency.kernels.core.device import has_wgmma
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,
     DEVICE,
-    EDGES,
     FP16,
     FP32,
     LENGTHS,
@@ -44,7 +40,6 @@ from tests.gpu.kernels.attention.attention_cases import (
     MAIN,
     Case,
     all_same,
-    among,
     at_edges,
     attend,
     cached_keys,
@@ -53,7 +48,6 @@ from tests.gpu.kernels.attention.attention_cases import (
     name,
     packed,
     paged_layout,
-    sequence,
     together,
 )
 
@@ -240,23 +234,6 @@ def test_a_sum_of_dq_that_would_not_fit_is_made_by_two_kernels(monkeypatch):
     monkeypatch.setattr(attention_schedules, "CHAIN_BYTES", 1 << 10)
     assert not pick_specialized(layout, do, q, k, v)
     assert all_same(call(), expected)
-
-
-def test_a_captured_decode_gives_the_eager_bytes():
-    layout = paged_layout([(p, p + 1) for p in EDGES], *cached_keys(MAIN))
-    expected = at_edges(among(MAIN)[0])
-    q = sequence(MAIN, 0)[0][list(EDGES)]
-    static = torch.zeros_like(q)
-    attention_paged(static, layout, 0, **MAIN.options)  # tables are copied and kernels compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attention_paged(static, layout, 0, **MAIN.options)
-    static.copy_(q)
-    for _ in range(3):
-        for x in found:
-            x.zero_()
-        graph.replay()
-        assert all_same(found, expected)
 
 
 def test_a_layout_is_not_captured_before_its_first_call():

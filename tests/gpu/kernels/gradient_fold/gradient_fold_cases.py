@@ -7,7 +7,7 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_outer,
 )
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
-from rl_consistency.parity.digest import first_difference
+from tests.comparison import first_difference
 
 TOKENS, N, K, VOCABULARY = 1024, 384, 512, 37
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

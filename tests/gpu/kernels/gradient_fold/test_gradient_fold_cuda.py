@@ -1,18 +1,11 @@
 """The gradient fold on a GPU: one result, whatever the schedule and wherever the cut."""
 
-import itertools
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
-from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
-from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums, launch_steps
-from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import (
     fold_columns,
     fold_outer,
@@ -35,62 +28,12 @@ from tests.gpu.kernels.gradient_fold.gradient_fold_cases import (
 pytestmark = pytest.mark.gpu
 
 
-CUTS = ([16], [512], [32, 48, 560], [1008], list(range(16, TOKENS, 16)))
-
-
 def index():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     ids[::3] = 5
     ids[::50] = -1
     return ids.cuda()
-
-
-def folds(dtype):
-    """Name -> (a new buffer, fold of one span of tokens)."""
-    dy, x = operands(dtype)
-    heads, ids = data((TOKENS * 3, N), dtype, seed=2), index()
-    return {
-        "outer": (
-            lambda: data((N, K), torch.float32, seed=3).to(accumulator_dtype(dy)),
-            lambda g, s: fold_outer(g, dy[s], x[s]),
-        ),
-        "columns": (
-            lambda: torch.zeros(N, dtype=torch.float64, device="cuda"),
-            lambda g, s: fold_columns(g, dy[s]),
-        ),
-        "heads": (
-            lambda: torch.zeros(N, device="cuda"),
-            lambda g, s: fold_columns(g, heads[s.start * 3 : s.stop * 3], rows_per_token=3),
-        ),
-        "rows": (
-            lambda: torch.zeros(VOCABULARY, K, device="cuda"),
-            lambda g, s: fold_rows(g, ids[s], x[s]),
-        ),
-    }
-
-
-def folded(new, fold, cuts=()):
-    buffer = new()
-    for start, stop in itertools.pairwise([0, *cuts, TOKENS]):
-        fold(buffer, slice(start, stop))
-    return buffer
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
-def test_cuts_at_multiples_of_16_change_nothing(name, dtype):
-    new, fold = folds(dtype)[name]
-    whole = folded(new, fold)
-    assert same_bytes(folded(new, fold), whole)
-    for cuts in CUTS:
-        assert same_bytes(folded(new, fold, cuts), whole), cuts
-
-
-@pytest.mark.parametrize("name", ["outer", "columns", "heads"])
-def test_a_cut_elsewhere_fails_the_same_check(name):
-    new, fold = folds(torch.bfloat16)[name]
-    assert not same_bytes(folded(new, fold, [50]), folded(new, fold))
 
 
 @pytest.mark.parametrize("name", ["columns", "heads", "rows"])
@@ -163,60 +106,6 @@ def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
         assert same_bytes(got, expected)
     for dtype in DTYPES:
         assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
-
-
-@contextmanager
-def no_waiting():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
-def test_nothing_waits_for_the_device(name):
-    new, fold = folds(torch.bfloat16)[name]
-    buffer = new()
-    with no_waiting():
-        fold(buffer, slice(0, TOKENS))
-
-
-@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
-def test_a_captured_graph_gives_the_eager_bytes(name):
-    new, fold = folds(torch.bfloat16)[name]
-    eager = folded(new, fold, [512])
-    captured = new()
-    fold(new(), slice(0, 512))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fold(captured, slice(0, 512))
-        fold(captured, slice(512, TOKENS))
-    captured.copy_(new())
-    graph.replay()
-    assert same_bytes(captured, eager)
-
-
-def test_compiled_launchers_give_the_eager_bytes():
-    dy, x = operands()
-    ids = index()
-
-    def run(matrix, columns, table):
-        gradient_fold_triton.gradient_fold_outer(matrix, dy, x * 2.0, False)
-        gradient_columns_triton.gradient_fold_columns(columns, dy, 1)
-        gradient_rows_triton.gradient_fold_rows(table, ids, x)
-
-    def buffers():
-        return (
-            torch.zeros(N, K, device="cuda"),
-            torch.zeros(N, dtype=torch.float64, device="cuda"),
-            torch.zeros(VOCABULARY, K, device="cuda"),
-        )
-
-    eager, compiled = buffers(), buffers()
-    run(*eager)
-    torch.compile(run, fullgraph=True)(*compiled)
-    assert all(same_bytes(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
 def test_empty_calls_change_nothing():

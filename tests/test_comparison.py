@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.parity.tolerances import assert_within, tolerance
+from tests.comparison import assert_within, tolerance
 
 
 def test_values_inside_pass_and_the_first_outside_is_shown():

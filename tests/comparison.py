@@ -1,27 +1,40 @@
-"""The tolerance contract: the only numbers in this project by which two values may differ.
+"""What tests compare by: bytes by name, and the bounds by which another implementation may differ.
 
-Claims about consistency are judged by bytes. These bounds compare *different* implementations
+Claims about consistency are judged by bytes. The bounds are for *different* implementations
 (another device, a higher-precision reference): `|candidate - reference| <= atol + rtol *
 |reference|`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity.bytes import same_bytes
 
 Kind = Literal["elementwise", "reduction", "attention", "logprob"]
 
-ERROR_GROWTH_LIMIT = 1.05
-"""Claim C6: our error against fp64 is at most this many times the stock op's."""
 
-RATIO_BAND = (0.8, 1.2)
-"""An importance ratio outside this band counts towards the clip fraction of a drift report."""
+def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """The first name, in sorted order, whose entries differ or that one side lacks; else None.
+
+    Tensors are compared by dtype, shape and bytes, plain values such as digests by ==.
+    """
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b or not _equal(a[name], b[name]):
+            return name
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and a == b
+    return same_bytes(a.cpu(), b.cpu())
 
 
 @dataclass(frozen=True)

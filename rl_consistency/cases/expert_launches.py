@@ -1,17 +1,17 @@
-"""The works of experts: their products, and the gradients of their weights, at even routing.
+"""Launches of experts: their products, and the gradients of their weights, at even routing.
 
 The host does not know a call's routing, so no pick can depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_consistency.cases.case import Setting, weight_scale
+from rl_consistency.cases.launches import Launch
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.experts import schedules
@@ -24,17 +24,16 @@ from rl_consistency.kernels.experts.pairs_triton import (
 )
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.schedules import Product
-from rl_consistency.tuning.products import drawn, least_seconds
-from rl_consistency.tuning.work import Work
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 
 SEQUENCE = 1024
 """Tokens of a sequence whose gradient is timed."""
 
 
 def expert_product(
-    device: torch.device, product: Product, rows: int, top_k: int, experts: int, n: int, k: int,
-    dtype: torch.dtype, activation: str = "silu", calls: float = 1.0, *, by_row: bool = False,
-) -> Work:  # fmt: skip
+    setting: Setting, product: Product, rows: int, top_k: int, experts: int, n: int, k: int,
+    activation: str = "silu", *, by_row: bool = False,
+) -> Launch:  # fmt: skip
     """`product` of `rows` rows, each at `top_k` experts, with weights of n columns; see `Product`.
 
     `by_row`: the operand has a row for each row of the call, not one for each pair.
@@ -45,11 +44,13 @@ def expert_product(
     layout = "nn" if product == "nn" else "nt"
 
     def operands() -> tuple[Tensor, ...]:
-        a, weights = drawn(device, dtype, (rows if by_row else pairs, k), (experts, *weight))
+        # The output of a gate goes with the square of `a` and must fit fp16.
+        a = setting.drawn((rows if by_row else pairs, k), 0, 0.005 if fused else 0.1)
+        weights = setting.drawn((experts, *weight), 1, weight_scale(k))
         found, _, first = _pairs(_even_ids(rows, top_k, experts, device), experts)
         return a, weights, first, found
 
-    def own(schedule: Any, a: Tensor, weights: Tensor, first: Tensor, found: Tensor) -> Tensor:
+    def run(schedule: Any, a: Tensor, weights: Tensor, first: Tensor, found: Tensor) -> Tensor:
         if fused:
             return gate_up_fwd(a, weights, first, found, top_k, activation, False, schedule)[0]
         return product_fwd(a, weights, layout, first, found, top_k, by_row, schedule)
@@ -59,60 +60,61 @@ def expert_product(
         y = library_product(own, weights, layout, first)
         return activate_pairs(y, first, activation) if fused else y
 
+    device, dtype = setting.device, setting.dtype
     tma = has_tma(device) and (product != "nn" or k % MOST_STEPS == 0)
     sizes = pairs, experts, n, k
-    covered = dtype == torch.bfloat16
     used = min(pairs, experts)
-    moved = (pairs * (k + n) + used * weight[0] * weight[1]) * dtype.itemsize
-    return Work(
+    return Launch(
+        name=f"experts {product}",
+        operands=operands,
+        run=run,
+        schedules=schedules.product_candidates(product, dtype, tma=tma),
+        library={"grouped_mm": library} if dtype == torch.bfloat16 else {},
         op=f"experts {product}",
         shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
-        operands=operands,
-        candidates=_by_name(schedules.product_candidates(product, dtype, tma=tma), own),
-        picked=schedules.pick_product(product, *sizes, dtype, tma).name,
-        others={"grouped_mm": library} if covered else {},
+        picked=schedules.pick_product(product, *sizes, dtype, tma),
         entry=schedules.product_work(product, dtype, tma, *sizes),
-        moved_bytes=moved,
-        seconds=calls * least_seconds(moved, pairs * weight[0] * weight[1]),
+        moved=(pairs * (k + n) + used * weight[0] * weight[1]) * dtype.itemsize,
+        products=pairs * weight[0] * weight[1],
     )
 
 
 def expert_fold(
-    device: torch.device, rows: int, top_k: int, experts: int, n: int, k: int, dtype: torch.dtype,
-    calls: float = 1.0, *, dy_by_row: bool = False,
-) -> Work:  # fmt: skip
+    setting: Setting, rows: int, top_k: int, experts: int, n: int, k: int, *,
+    dy_by_row: bool = False,
+) -> Launch:  # fmt: skip
     """The gradients [experts, n, k] over `rows` tokens of sequences of `SEQUENCE`, from zero."""
-    pairs = rows * top_k
+    pairs, device, dtype = rows * top_k, setting.device, setting.dtype
 
     def operands() -> tuple[Tensor, ...]:
         counts = (rows, pairs) if dy_by_row else (pairs, rows)
-        dy, x = drawn(device, dtype, (counts[0], n), (counts[1], k))
+        dy, x = setting.drawn((counts[0], n), 0), setting.drawn((counts[1], k), 1)
         ids = _even_ids(rows, top_k, experts, device)
         _, places, _ = _pairs(ids, experts)
         starts = range(0, rows, SEQUENCE)
         layout = PackedSequences.of(starts, [min(SEQUENCE, rows - start) for start in starts])
         runs = find_runs(ids, places, layout, experts)
-        wide = torch.float64 if dtype == torch.float32 else torch.float32
-        gradient = torch.zeros(experts, n, k, dtype=wide, device=device)
+        gradient = torch.zeros(experts, n, k, dtype=accumulator_dtype(x), device=device)
         return dy, x, runs.places, runs.rows, runs.first, gradient
 
-    def own(schedule: Any, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
+    def run(schedule: Any, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
         *tables, gradient = rest
         runs = Runs(*tables)
         fold_runs(gradient, dy, x, runs, dy_by_row=dy_by_row, fresh=True, schedule=schedule)
         return gradient
 
     sizes, tma = (pairs, experts, n, k), describes_rows(device, dtype, n, k)
-    moved = pairs * (n + k) * dtype.itemsize + experts * n * k * 4
-    return Work(
+    return Launch(
+        name="experts fold",
+        operands=operands,
+        run=run,
+        schedules=schedules.fold_candidates(dtype, tma=tma),
         op="experts fold",
         shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
-        operands=operands,
-        candidates=_by_name(schedules.fold_candidates(dtype, tma=tma), own),
-        picked=schedules.pick_fold(*sizes, dtype, tma=tma, processors=sm_count(device)).name,
+        picked=schedules.pick_fold(*sizes, dtype, tma=tma, processors=sm_count(device)),
         entry=schedules.fold_work(dtype, tma, *sizes),
-        moved_bytes=moved,
-        seconds=calls * least_seconds(moved, pairs * n * k),
+        moved=pairs * (n + k) * dtype.itemsize + experts * n * k * 4,
+        products=pairs * n * k,
     )
 
 
@@ -126,7 +128,3 @@ def _even_ids(rows: int, top_k: int, experts: int, device: torch.device) -> Tens
 def _pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     start, length = ids.new_zeros(1), ids.new_full((1,), len(ids))
     return expert_pairs_op(ids, start, length, experts)
-
-
-def _by_name(found: Any, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {schedule.name: partial(call, schedule) for schedule in found}
