@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.peers import installed
 from benchmarks.timing import UNAVAILABLE, Machine
+from rl_consistency.cases.case import as_tuple
 from rl_consistency.kernels.core import findings
 from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
@@ -80,23 +81,21 @@ def normal(bench: Machine, *shape: int) -> Tensor:
 
 
 def gradients(
-    forward: Callable[[], Any], leaves: Sequence[Tensor], cotangent: Callable[[Tensor], Tensor]
+    forward: Callable[[], Any], leaves: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> Callable[[], object]:
     """The gradients of the leaves, from one graph that the first call makes."""
-    made: list[Any] = []
+    made: list[tuple[Tensor, ...]] = []
 
     def run() -> object:
         if not made:
-            found = forward()
-            outputs = found if isinstance(found, tuple) else (found,)
-            made.extend((outputs, [cotangent(y) for y in outputs]))
-        return torch.autograd.grad(made[0], leaves, made[1], retain_graph=True)
+            made.append(as_tuple(forward()))
+        return torch.autograd.grad(made[0], leaves, dys, retain_graph=True)
 
     return run
 
 
 def stepped(
-    forward: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor | None = None
+    forward: Callable[[], Tensor], leaves: Sequence[Any], dy: Tensor | None = None
 ) -> Callable[[], Sequence[Tensor]]:
     """Forward, backward in this thread, gradients dropped: the result, and the gradient of the
     first leaf."""

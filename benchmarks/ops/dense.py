@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import peer
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
-from benchmarks.suite import gradients, normal, own_winners, stepped
+from benchmarks.suite import gradients, normal, stepped
 from benchmarks.timing import Call, Contestant, Machine, Race
+from benchmarks.tune.shipped import winners_of
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
 from rl_consistency.kernels.attention.cache_write_triton import zero_cache
@@ -30,9 +31,6 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
-from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.tuning.tune import tune_works
 from rl_consistency.tuning.work import fewer_rows, with_fewer, work_of
 
 GRAPH_ROWS = 256
@@ -94,11 +92,7 @@ def tuned_product(
         for rows in (bucket, fewer_rows(bucket))
     )
     (work,) = with_fewer([largest], [fewer])
-    with own_winners(bench.device) as store:
-        with numeric_settings(), torch.no_grad():
-            report = tune_works([work], bench, store, clock=lambda: 0.0)
-        if report.withdrawn:
-            raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
+    with winners_of(bench, [work]):
         return product(layout, bench, m, n, k, graph_rows)
 
 
@@ -141,11 +135,11 @@ def attention(
         return _sdpa(*(_batched(x, batch) for x in leaves), causal=True)
 
     def theirs() -> Sequence[Call]:
-        return [gradients(stock, leaves, lambda _: _batched(do, batch)) if backward else stock]
+        return [gradients(stock, leaves, [_batched(do, batch)]) if backward else stock]
 
     moved = float(sum(x.nbytes for x in (*leaves, q)))
     race = Race(
-        ours=Contestant.of(gradients(ours, leaves, lambda _: do) if backward else ours),
+        ours=Contestant.of(gradients(ours, leaves, [do]) if backward else ours),
         stock=_backends(theirs),
         moved_bytes=2 * moved if backward else moved,
         # Causal: two products over half of the square; five in backward.

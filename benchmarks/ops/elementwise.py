@@ -1,4 +1,7 @@
-"""Norms, rotary, SwiGLU and embedding: bound by memory, held against the copy bandwidth."""
+"""Norms, rotary, SwiGLU and embedding: bound by memory, held against the copy bandwidth.
+
+Operands, gradients and calls are those of `rl_consistency.cases`, at the sizes of a layer.
+"""
 
 from __future__ import annotations
 
@@ -15,70 +18,99 @@ from benchmarks.peers import liger
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.suite import Case, cases, gradients, normal
 from benchmarks.timing import Contestant, Machine, Race
+from rl_consistency.cases.case import EPS, Heads, OpShapes, Setting
+from rl_consistency.cases.table import CASES
 from rl_consistency.kernels.gradient_fold.op import fold_rows
 from rl_consistency.kernels.pointwise.embedding import embedding
-from rl_consistency.kernels.pointwise.glu import glu
-from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
-from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 
-EPS = 1e-6
 KV_SHARE = 4
 """Query heads per key head of the rotary case."""
 
 Op = Callable[..., Any]
-Ops = dict[str, Op | None]
-"""`ours`, `eager` and peers; None where one is not installed."""
+
+WORKS = {
+    "rms_norm": ("rms_norm", 0, (2, 3)),
+    # Two in and two out; backward two gradients and the sum in, one gradient out for both.
+    "add_rms_norm": ("rms_norm", -1, (4, 4)),
+    "rotary": ("rotary", -1, (4, 4)),
+    "swiglu": ("glu", 0, (3, 5)),
+}
+"""The op, the place of its case, and how many tensors of the operands' size the forward, and the
+backward, reads or writes once."""
 
 
 def elementwise_cases(tokens: int, width: int, vocabulary: int) -> list[Case]:
     """Every op, forward and backward, at [tokens, width]."""
     runs: dict[str, Callable[..., dict[str, Any]]] = {}
-    for name, case in OPS.items():
-        runs[name] = partial(_race, case, False)
-        runs[f"{name} backward"] = partial(_race, case, True)
+    for name in WORKS:
+        runs[name] = partial(_race, name, False)
+        runs[f"{name} backward"] = partial(_race, name, True)
     runs["embedding"] = partial(_embedding, vocabulary)
     runs["embedding gradient"] = partial(_embedding_gradient, vocabulary)
     size = {"tokens": tokens, "width": width}
     return [case for work, run in runs.items() for case in cases(work, run, [size])]
 
 
-def _race(case: Op, backward: bool, bench: Machine, tokens: int, width: int) -> dict[str, Any]:
-    """Measure an op of `OPS`, or its backward; every contestant gets clones of the operands,
+def _race(name: str, backward: bool, bench: Machine, tokens: int, width: int) -> dict[str, Any]:
+    """Measure an op of `WORKS`, or its backward; every contestant gets clones of the operands,
     because some work in place."""
-    ops, operands, constants, passes = case(tokens, width, bench)
-    contestants = {}
-    for name, op in ops.items():
-        if op is not None:
-            leaves = [x.clone().requires_grad_(backward) for x in operands]
-            call = partial(op, *leaves, *constants)
-            call = gradients(call, leaves, _cotangent) if backward else call
-            contestants[name] = Contestant.of(call)
-    sizes = [x.nbytes for x in operands if x.dim() > 1]
+    op, place, passes = WORKS[name]
+    heads = max(width // HEAD_DIM, 1)
+    shapes = OpShapes(
+        name="bench",
+        linear=(),
+        norm_widths=(width,),
+        attention=(Heads(heads, max(heads // KV_SHARE, 1), HEAD_DIM),),
+        glu_width=width,
+        hidden_size=width,
+        vocab_size=0,
+        rope_theta=1e6,
+    )
+    case = list(CASES[op](Setting(dtype=torch.bfloat16, device=bench.device, shapes=shapes)))[place]
+    operands = dict(zip(case.names, case.draw(tokens, 0), strict=True))
+    dys = case.draw_dys(tokens, 0)
+
+    def contestant(op: Op) -> Contestant:
+        leaves = {n: x.clone() for n, x in operands.items()}
+        called = partial(op, *leaves.values())
+        wanted = [leaves[n].requires_grad_(backward) for n in case.gradients]
+        return Contestant.of(gradients(called, wanted, dys) if backward else called)
+
+    others = _others(name, case.stock)
+    sizes = [operands[n].nbytes for n in case.gradients if operands[n].dim() > 1]
+    constants = sum(x.nbytes for n, x in operands.items() if n not in case.gradients)
     race = Race(
-        ours=contestants.pop("ours"),
-        stock={"eager": contestants.pop("eager")},
-        peers=contestants,
-        moved_bytes=passes[backward] * sum(sizes) / len(sizes) + sum(x.nbytes for x in constants),
+        ours=contestant(case.call),
+        stock={"eager": contestant(others.pop("eager"))},
+        peers={name: contestant(other) for name, other in others.items()},
+        moved_bytes=passes[backward] * sum(sizes) / len(sizes) + constants,
     )
     return bench.measure(race)
 
 
-def _cotangent(y: Tensor) -> Tensor:
-    """A gradient of y, with the same values for every contestant."""
-    generator = torch.Generator(y.device).manual_seed(0)
-    return torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
-
-
-def _eager_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm as the Hugging Face models write it."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * wide.to(x.dtype)
+def _others(name: str, stock: Any) -> dict[str, Op]:
+    """`eager`, the stock of the case where it is what models run, and the peers that are here."""
+    found: dict[str, Op | None] = {"eager": stock}
+    if name == "rms_norm":
+        found["torch rms_norm"] = lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)
+        found["liger"] = _liger_norm("LigerRMSNormFunction")
+    elif name == "add_rms_norm":
+        found = {"eager": _eager_add_norm, "liger": _liger_norm("LigerFusedAddRMSNormFunction")}
+    elif name == "rotary":
+        rope = liger("LigerRopeFunction")
+        found["eager"] = _heads_first(apply_rotary_pos_emb)
+        found["liger"] = rope and _heads_first(rope)
+    else:
+        found["liger"] = liger("LigerSiLUMulFunction")
+    return {way: op for way, op in found.items() if op is not None}
 
 
 def _eager_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum, and its RMSNorm as the Hugging Face models write it."""
     total = x + residual
-    return _eager_norm(total, weight), total
+    wide = total.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype), total
 
 
 def _liger_norm(name: str) -> Op | None:
@@ -86,62 +118,18 @@ def _liger_norm(name: str) -> Op | None:
     return norm and (lambda *operands: norm(*operands, EPS, 0.0, "llama", False))
 
 
-def _rms_norm(tokens: int, width: int, bench: Machine) -> Any:
-    ops: Ops = {
-        "ours": lambda x, weight: rms_norm(x, weight, EPS),
-        "eager": _eager_norm,
-        "torch rms_norm": lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-        "liger": _liger_norm("LigerRMSNormFunction"),
-    }
-    return ops, [normal(bench, tokens, width), normal(bench, width)], (), (2, 3)
+def _heads_first(rope: Op) -> Op:
+    """A rotation of [1, heads, tokens, head_dim] by both halves of the angles in the dtype of the
+    model, made once for all layers: the Hugging Face models carry them so."""
+    made: list[Tensor] = []
 
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        if not made:
+            made.extend(torch.cat([f, f], dim=-1).to(q.dtype)[None] for f in (cos, sin))
+        found = rope(*(x.transpose(0, 1)[None] for x in (q, k)), *made)
+        return tuple(y[0].transpose(0, 1) for y in found)
 
-def _add_rms_norm(tokens: int, width: int, bench: Machine) -> Any:
-    ops: Ops = {
-        "ours": lambda x, residual, weight: add_rms_norm(x, residual, weight, EPS),
-        "eager": _eager_add_norm,
-        "liger": _liger_norm("LigerFusedAddRMSNormFunction"),
-    }
-    operands = [normal(bench, tokens, width), normal(bench, tokens, width), normal(bench, width)]
-    # Two in and two out; backward two gradients and the sum in, one gradient out for both.
-    return ops, operands, (), (4, 4)
-
-
-def _rotary(tokens: int, width: int, bench: Machine) -> Any:
-    heads = width // HEAD_DIM
-    q = normal(bench, tokens, heads, HEAD_DIM)
-    k = normal(bench, tokens, max(heads // KV_SHARE, 1), HEAD_DIM)
-    inv_freq = 1e6 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    cos, sin = rotary_table(inv_freq, tokens).to(bench.device)
-    # The Hugging Face models carry both halves of the angles, in the dtype of the model.
-    wide_cos, wide_sin = (torch.cat([f, f], dim=-1).to(q.dtype)[None] for f in (cos, sin))
-
-    def heads_first(rope: Op) -> Op:
-        return lambda q, k, *_: rope(*(x.transpose(0, 1)[None] for x in (q, k)), wide_cos, wide_sin)
-
-    rope = liger("LigerRopeFunction")
-    eager = heads_first(apply_rotary_pos_emb)
-    ops: Ops = {"ours": rotary, "eager": eager, "liger": rope and heads_first(rope)}
-    return ops, [q, k], (cos, sin), (4, 4)
-
-
-def _swiglu(tokens: int, width: int, bench: Machine) -> Any:
-    ops: Ops = {
-        "ours": glu,
-        "eager": lambda gate, up: F.silu(gate) * up,
-        "liger": liger("LigerSiLUMulFunction"),
-    }
-    return ops, [normal(bench, tokens, width), normal(bench, tokens, width)], (), (3, 5)
-
-
-OPS: dict[str, Op] = {
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
-    "rotary": _rotary,
-    "swiglu": _swiglu,
-}
-"""(tokens, width, machine) -> `Ops`; operands; further operands without gradient; how many tensors
-of the operands' size the forward, and the backward, reads or writes once."""
+    return call
 
 
 def token_ids(tokens: int, vocabulary: int, device: torch.device) -> Tensor:

@@ -75,16 +75,15 @@ def drawn_routing(
     kind: str, tokens: int, num_experts: int, top_k: int, device: torch.device, seed: int = 0
 ) -> Routing:
     """A routing of `ROUTINGS`."""
-    _require_known(kind)
     generator = torch.Generator().manual_seed(seed)
     if kind == "even":
         ids = torch.arange(tokens * top_k).view(tokens, top_k) % num_experts
         ids = ids[torch.randperm(tokens, generator=generator)]
-    elif kind == "skewed":
-        each = _shares(num_experts).expand(tokens, -1)
-        ids = torch.multinomial(each, top_k, generator=generator)
-    else:
+    elif kind == "same":
         ids = torch.arange(top_k).expand(tokens, -1)
+    else:
+        each = _preference(kind, num_experts, top_k).softmax(0).expand(tokens, -1)
+        ids = torch.multinomial(each, top_k, generator=generator)
     ids = torch.randperm(num_experts, generator=generator)[ids].sort(dim=1).values
     weights = torch.rand(tokens, top_k, generator=generator) + 0.1
     weights = weights / weights.sum(dim=1, keepdim=True)
@@ -96,32 +95,25 @@ def routed_inputs(
 ) -> tuple[Tensor, Tensor]:
     """A router's weight [E, H] and rows [R, H] in bf16 that it routes about as `kind` says.
 
-    All rows have the value 1 in the first column, where the router has the expert's offset. "even"
-    is that of random weights: no expert is preferred, but the numbers of rows vary.
+    All rows have the value 1 in the first column, where the router has the expert's preference.
+    "even" is that of random weights: no expert is preferred, but the numbers of rows vary.
     """
-    _require_known(kind)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=generator)
     gate = torch.randn(num_experts, hidden, generator=generator) * hidden**-0.5
-    offset = {
-        "even": torch.zeros(num_experts),
-        "skewed": _shares(num_experts).log(),
-        "same": PULL * (torch.arange(num_experts) < top_k),
-    }[kind]
-    x[:, 0] = 1.0
-    gate[:, 0] = offset[torch.randperm(num_experts, generator=generator)]
+    order = torch.randperm(num_experts, generator=generator)
+    x[:, 0], gate[:, 0] = 1.0, _preference(kind, num_experts, top_k)[order]
     return gate.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
 
 
-def _require_known(kind: str) -> None:
-    if kind not in ROUTINGS:
-        raise ValueError(f"no routing {kind!r}; give {', '.join(ROUTINGS)}.")
-
-
-def _shares(num_experts: int) -> Tensor:
-    """The shares of experts by a power law."""
-    shares = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -SKEW
-    return (shares / shares.sum()).float()
+def _preference(kind: str, num_experts: int, top_k: int) -> Tensor:
+    """Logits of the experts [E]; KeyError on another kind."""
+    ranks = torch.arange(num_experts)
+    return {
+        "even": torch.zeros(num_experts),
+        "skewed": -SKEW * (ranks + 1).log(),
+        "same": PULL * (ranks < top_k),
+    }[kind]
 
 
 class Weights(NamedTuple):

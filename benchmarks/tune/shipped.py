@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,25 +16,33 @@ from benchmarks.suite import own_winners
 from benchmarks.timing import Machine
 from rl_consistency.cases.case import Setting
 from rl_consistency.cases.launches import product
-from rl_consistency.kernels.core.findings import SHIPPED, Winner
+from rl_consistency.kernels.core.findings import SHIPPED, Findings, Winner
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.tune import tune_works
-from rl_consistency.tuning.work import work_of
+from rl_consistency.tuning.work import Work, work_of
 
 
 def tune_products(machine: Machine) -> dict[str, Winner]:
-    """The winner of each product that has a faster schedule than what runs now, by its work.
-    ConsistencyError where a schedule gave other bytes."""
+    """The winner of each product that has a faster schedule than what runs now, by its work."""
     works, setting = [], Setting(dtype=torch.bfloat16, device=machine.device)
     for weight, layout, m in itertools.product(WEIGHTS, ("nt", "nn"), ROWS):
         n, k = weight if layout == "nt" else weight[::-1]
         works.append(work_of(product(setting, layout, m, n, k)))
-    with own_winners(machine.device) as store, numeric_settings(), torch.no_grad():
-        report = tune_works(works, machine, store, clock=lambda: 0.0)
+    with winners_of(machine, works) as store:
+        return store.winners
+
+
+@contextmanager
+def winners_of(machine: Machine, works: Sequence[Work]) -> Iterator[Findings]:
+    """Inside the block the device has the winners of these works and no others. ConsistencyError
+    where a schedule gave other bytes."""
+    with own_winners(machine.device) as store:
+        with numeric_settings(), torch.no_grad():
+            report = tune_works(works, machine, store, clock=lambda: 0.0)
         if report.withdrawn:
             raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
-        return store.winners
+        yield store
 
 
 def write_shipped(

@@ -15,7 +15,7 @@ from benchmarks.rollout.suites import (
     rollout_suites,
 )
 from benchmarks.shapes import BANDS, draw_folds
-from benchmarks.suite import Case, of_seed
+from benchmarks.suite import Case
 from benchmarks.timing import Ceilings
 from benchmarks.train import named_training_suites, random_training_suites, training_suites
 from benchmarks.trl import trl_suites
@@ -119,12 +119,6 @@ def test_no_case_is_there_twice_and_random_ones_name_their_seed():
     assert [c.shape for c in suites["gradient_fold_random"]] == [
         {"seed": 5} | shape for shape in draw_folds(5, 24)
     ]
-
-
-def test_a_case_of_random_shapes_runs_without_its_seed():
-    case = Case(work="-", shape={"n": 1}, run=lambda machine: {"ours_us": 1.0})
-    (drawn,) = of_seed(5, {"fold": [case]})["fold_random"]
-    assert drawn.shape == {"seed": 5, "n": 1} and drawn.run(None) == {"ours_us": 1.0}
 
 
 def test_mixtures_of_experts_are_measured_in_suites_of_their_own():

@@ -43,11 +43,6 @@ def test_the_fastest_stock_way_counts_and_every_way_is_reported():
     assert fields["tokens_per_second"]["stock"] == pytest.approx(2e8)
 
 
-def test_the_ceiling_is_the_slower_of_moving_and_computing():
-    ceilings = Ceilings(4e12, 1e12)
-    assert ceilings.seconds(race(("a",))) == pytest.approx(2e-6)
-
-
 def test_stock_runs_under_the_settings_of_a_fresh_process():
     with numeric_settings():
         required = [s.read() for s in SETTINGS]
