@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.compile_ahead import use_workers
+from rl_consistency.kernels.core.findings import CACHE_VARIABLE
+from rl_consistency.kernels.matmul import audit
 
 SIZES = {
     "vocab_size": 331,
@@ -47,6 +51,14 @@ def share_memory(request, tmp_path_factory) -> Iterator[None]:
         yield
         if torch.cuda.memory_reserved() > MOST_KEPT:
             torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def fresh_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No certificate or winner of this machine is read, none of a test is left on it."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(findings_module, "_by_device", {})
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
 
 
 @pytest.fixture(scope="session")

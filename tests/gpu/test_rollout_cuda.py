@@ -5,8 +5,6 @@ import warnings
 import pytest
 import torch
 
-from rl_consistency.kernels.core import findings as findings_module
-from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
@@ -142,11 +140,8 @@ def test_a_model_moved_to_the_gpu_after_its_engine_is_refused(small_model):
 
 
 def test_nothing_computed_with_a_withdrawn_product_is_used_again(
-    small_model, monkeypatch, tmp_path
+    small_model, monkeypatch, fresh_certificates
 ):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(audit, "_counts", audit._Counts())
-    monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda rows, *rest: rows > 1)
     library_product = cublaslt.library_product

@@ -11,12 +11,10 @@ from rl_consistency.cases.case import Setting
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import (
-    CACHE_VARIABLE,
     Winner,
     findings_of,
     forget_picks,
 )
-from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import candidates, pick
@@ -42,11 +40,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=24, seed=3)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    """No winner or certificate of this machine is read, none of a test is left on it."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(findings_module, "_by_device", {})
-    monkeypatch.setattr(audit, "_counts", audit._Counts())
+def own_cache(fresh_certificates, tmp_path):
     forget_picks()
     yield tmp_path
     forget_picks()

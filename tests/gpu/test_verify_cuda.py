@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from rl_consistency.cases.case import TINY_SHAPES
-from rl_consistency.kernels.core import findings as findings_module
-from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.numerics.settings import numeric_settings
@@ -63,12 +61,8 @@ def test_controls_are_green_without_a_mutant():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_the_library_are_audited_and_another_order_is_found(
-    dtype, monkeypatch, tmp_path
+    dtype, monkeypatch, fresh_certificates
 ):
-    # No certificate of this machine is read, none is withdrawn on it.
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(findings_module, "_by_device", {})
-    monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
     shapes = replace(TINY_SHAPES, linear=((1024, 1024),))
     setup = OpSetup(dtype=dtype, device=CUDA, sweep=QUICK, shapes=shapes)

@@ -6,15 +6,19 @@ import pytest
 from rl_consistency.integrations.generation import EngineGeneration
 
 
+def trainer_of(processes, rank):
+    return SimpleNamespace(
+        state=SimpleNamespace(global_step=3),
+        accelerator=SimpleNamespace(num_processes=processes, process_index=rank),
+        args=SimpleNamespace(generation_batch_size=8, per_device_eval_batch_size=8),
+    )
+
+
 def prompt_ids(processes, counts, *, training=True):
     """Ids of some calls in one optimizer step and one in the next, of each process in order."""
     found = []
     for rank in range(processes):
-        trainer = SimpleNamespace(
-            state=SimpleNamespace(global_step=3),
-            accelerator=SimpleNamespace(num_processes=processes, process_index=rank),
-            args=SimpleNamespace(generation_batch_size=8, per_device_eval_batch_size=8),
-        )
+        trainer = trainer_of(processes, rank)
         policy = SimpleNamespace(training=training)
         generation = EngineGeneration(trainer, policy, None, None, {})
         calls = [generation._prompt_ids(count) for count in counts]
@@ -37,11 +41,7 @@ def test_no_two_prompts_of_a_run_have_one_id(processes):
 
 
 def test_ids_of_training_depend_on_no_evaluation_and_no_broken_training():
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=3),
-        accelerator=SimpleNamespace(num_processes=1, process_index=0),
-        args=SimpleNamespace(generation_batch_size=8, per_device_eval_batch_size=8),
-    )
+    trainer = trainer_of(1, 0)
     policy = SimpleNamespace(training=True)
 
     def ids(*modes, of="train"):

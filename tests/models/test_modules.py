@@ -199,6 +199,10 @@ def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(mon
             assert not modules._may_fuse(x, pair)
             pair[1]._compiled_call_impl = None
             assert modules._may_fuse(x, pair)
+            with monkeypatch.context() as own:
+                own.setattr(pair[1], "forward", torch.zeros_like, raising=False)
+                assert not modules._may_fuse(x, pair)
+            assert modules._may_fuse(x, pair)
             pair[0].register_forward_hook(lambda *_: None)
             assert not modules._may_fuse(x, pair)
 

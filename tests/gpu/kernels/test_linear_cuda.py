@@ -2,31 +2,20 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
     qkv_fwd,
 )
 from rl_consistency.kernels.linear.op import linear, linear_qkv
 from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
-from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.parity.bytes import same_bytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_certificates")]
 
 DEVICE = torch.device("cuda", 0)
 ROWS, K, N = 320, 1024, 392
-
-
-@pytest.fixture(autouse=True)
-def fresh_certificates(monkeypatch, tmp_path):
-    """No certificate of this machine is read, none of a test is left on it."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(findings_module, "_by_device", {})
-    monkeypatch.setattr(audit, "_counts", audit._Counts())
 
 
 def operands(dtype=torch.bfloat16, rows=ROWS, n=N):

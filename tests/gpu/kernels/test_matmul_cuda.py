@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
@@ -14,19 +12,11 @@ from rl_consistency.kernels.matmul.schedules import CANDIDATES, POINTER, POINTER
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_certificates")]
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def fresh_certificates(monkeypatch, tmp_path):
-    """No certificate of this machine is read, none of a test is left on it."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(findings_module, "_by_device", {})
-    monkeypatch.setattr(audit, "_counts", audit._Counts())
 
 
 def operands(m, n, k, dtype=torch.bfloat16):

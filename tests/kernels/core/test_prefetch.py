@@ -18,12 +18,6 @@ def test_a_program_asks_for_so_many_bytes_in_whole_lines(rows, weights, element_
     assert columns * element_size % LINE.value == 0
 
 
-def test_narrow_weights_are_asked_for_whole_and_tall_tiles_for_one_line():
-    assert prefetched_columns(16, 80, 2) == 128  # the next power of two
-    assert prefetched_columns(16, 1, 2) == 64
-    assert prefetched_columns(1024, 4096, 2) == 64
-
-
 @triton.jit
 def ask(ptr, first, num_rows, num_columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     prefetch.prefetch_rows(ptr, first, num_rows, num_columns, stride, ROWS, COLUMNS)

@@ -17,7 +17,6 @@ from rl_consistency.kernels.experts.library import (
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.route import route
-from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.parity.bytes import same_bytes
@@ -168,12 +167,3 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
     monkeypatch.setattr(library, "takes", lambda *a: False)
     assert all(map(same_bytes, by_library, results()))
     assert audit._counts.calls == 4
-
-
-def test_the_library_is_preferred_for_many_bf16_rows(on_this_machine, monkeypatch):
-    monkeypatch.setattr(library, "prefers_library", cublaslt.prefers_library)
-    monkeypatch.setattr(library, "certified", lambda device, key, pairs: True)
-    weights, _ = weights_and_first()
-    least = LIBRARY_PAIRS * EXPERTS
-    assert takes(weights, "nt", least) and not takes(weights, "nt", least - 1)
-    assert not takes(weights.float(), "nt", least) and not takes(weights.half(), "nt", least)

@@ -60,13 +60,6 @@ def found(ids, layout):
     return expert_pairs_op(ids, numbers.query_start, numbers.tokens, EXPERTS)
 
 
-def by_pair(values, routed, pairs, first):
-    """Values of the CPU's pairs in the order of the device's."""
-    place = {(r, s): i for i, (r, s) in enumerate(zip(routed.rows.tolist(), routed.slots.tolist()))}
-    count = int(first[-1])
-    return values[[place[p // TOP_K, p % TOP_K] for p in pairs[:count].tolist()]]
-
-
 @pytest.mark.parametrize("skew", [False, True])
 @pytest.mark.parametrize("rows", [ROWS, 40])
 def test_pairs_stand_by_expert_then_by_row(skew, rows):

@@ -22,7 +22,6 @@ def test_leading_dimensions_and_padding_do_not_matter(dtype):
     junk = torch.full((9, K), float("nan"), dtype=dtype)
     padded = linear(torch.cat([junk, x, junk]), weight, bias)
     assert same_bytes(padded[9:-9], expected)
-    assert same_bytes(linear(x, weight, bias), expected)
 
 
 def test_bad_operands_are_refused():

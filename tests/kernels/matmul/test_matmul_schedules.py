@@ -9,7 +9,6 @@ from rl_consistency.kernels.matmul.schedules import (
     POINTER,
     POINTER_FP32,
     Schedule,
-    expected_us,
     pick,
 )
 
@@ -76,11 +75,6 @@ def test_a_measured_product_gets_its_schedule_in_all_16_bit_dtypes():
                 assert pick(m, n, k, given, layout, True, returned).name == name
         assert pick(m, n, k, torch.bfloat16, layout, False).kind == "pointer"
         assert pick(m, n, k, torch.float32, layout, True).kind == "pointer"
-
-
-def test_a_schedule_that_was_not_fitted_has_no_cost():
-    with pytest.raises(KeyError):
-        expected_us(POINTER[0], 64, 1024, 1024)
 
 
 ODD_ROWS = (1, 2, 7, 16, 17, 31, 33, 64, 65, 100, 129, 333, 1000, 1024, 1025, 5000, 16384, 99999)

@@ -8,17 +8,14 @@ import torch
 
 from benchmarks.shapes import BANDS
 from benchmarks.tune.random_times import mean_and_lowest, timed_products
-from rl_consistency.kernels.matmul import schedules
 from rl_consistency.kernels.matmul.cublaslt import LIBRARY_ROWS, prefers_library
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
-    Schedule,
     pick,
 )
 
 PRODUCTS = timed_products()
 JUDGES = [timed for timed in PRODUCTS if not timed.fitted]
-FITTED = [timed for timed in PRODUCTS if timed.fitted]
 BY_NAME = {s.name: s for s in CANDIDATES}
 
 BARS = {
@@ -92,8 +89,3 @@ def test_one_schedule_for_all_shapes_fails_the_bars(monkeypatch):
     monkeypatch.setitem(globals(), "pick", lambda *_: BY_NAME["tma-64x128x64-w4-s4"])
     with pytest.raises(AssertionError):
         test_the_schedule_picked_is_nearly_the_best_one_at_shapes_nobody_fitted(BANDS[3])
-
-
-def test_every_candidate_by_descriptor_has_a_cost():
-    assert set(schedules.STEP_US) == {s.name for s in CANDIDATES if s.kind == "tma"}
-    assert all(Schedule.named(name).name == name for name in schedules.STEP_US)

@@ -57,12 +57,9 @@ REPLACED = {
     "sdpa": (of_torch("scaled_dot_product_attention"), "dot_product_attention was replaced"),
     "matmul": (of_torch("matmul", torch), "torch.matmul was replaced"),
     "gelu": (of_torch("gelu"), "torch.nn.functional.gelu was replaced"),
-    "one_hot": (of_torch("one_hot"), "torch.nn.functional.one_hot was replaced"),
     "topk": (of_torch("topk", torch), "torch.topk was replaced"),
     "tanh": (of_torch("tanh", torch), "torch.tanh was replaced"),
-    "pow": (of_torch("pow", torch), "torch.pow was replaced"),
     "rsqrt": (of_torch("rsqrt", torch), "torch.rsqrt was replaced"),
-    "cat": (of_torch("cat", torch), "torch.cat was replaced"),
     "mask": (
         of_masks("create_causal_mask"),
         "create_causal_mask was replaced by",

@@ -162,17 +162,6 @@ def test_stock_runs_the_unpatched_model_inside_its_block():
         session.verify()
 
 
-def test_patching_twice_is_refused():
-    model = build_preset("tiny-llama")
-    with patch(model) as session:
-        with pytest.raises(ValueError, match="patched already; restore"):
-            patch(model)
-        assert patched_session(model) is session
-        session.verify()
-    with patch(model):
-        pass
-
-
 def pickled(model):
     return pickle.loads(pickle.dumps(model))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.patch import patch
@@ -27,26 +27,18 @@ PLAIN = SamplingParams(seed=3)
 TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
 
 
-def tiny_config(**changes: Any) -> Qwen3Config:
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    }
-    return Qwen3Config(**{**sizes, **changes})
+SIZES = {
+    "vocab_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture
-def model() -> Iterator[Qwen3ForCausalLM]:
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(tiny_config(initializer_range=0.3)).eval()
-    with patch(model):
-        yield model
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+    with patch(built := tiny_qwen3(**SIZES, initializer_range=0.3)):
+        yield built
 
 
 def make(
@@ -224,9 +216,10 @@ def test_the_state_of_a_slot_is_what_its_sequence_asked_for(model: Qwen3ForCausa
     assert not runner._state.truncates(np.array([0, 1, 4]))
 
 
-def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block() -> None:
-    model = Qwen3ForCausalLM(tiny_config()).to(torch.bfloat16).eval()
-    with patch(model):
+def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block(
+    tiny_qwen3: Callable[..., Any],
+) -> None:
+    with patch(model := tiny_qwen3(**SIZES).to(torch.bfloat16)):
         runner = runner_of(model)
     caches = [*runner._cache.keys, *runner._cache.values]
     assert len(caches) == 4 and runner.num_blocks == 8

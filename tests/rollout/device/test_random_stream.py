@@ -99,10 +99,6 @@ def test_uniforms_lie_in_the_half_open_interval_and_are_even() -> None:
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
 
 
-def test_no_rows_give_no_numbers() -> None:
-    assert uniforms([], [], [], []).shape == (0,)
-
-
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

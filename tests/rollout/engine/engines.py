@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 
@@ -23,6 +26,17 @@ def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
         )
         for c in completions
     }
+
+
+def mismatched(engine: RolloutEngine, model: Any, prompts: Any, params: Any) -> int:
+    """How many completions have other logprobs than training computes."""
+    found = engine.generate(prompts, params)
+    sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in found]
+    lengths = [len(prompts[c.prompt_index]) for c in found]
+    with torch.no_grad():
+        scored = token_logprobs(model, sequences, prompt_lengths=lengths).split()
+    pairs = zip(found, scored, strict=True)
+    return sum(not torch.equal(c.token_logprobs, own) for c, own in pairs)
 
 
 def is_idle(engine: RolloutEngine) -> bool:

@@ -17,6 +17,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import mismatched
 
 PROMPT = list(range(1, 30))
 PARAMS = SamplingParams(n=2, max_tokens=9, seed=4)
@@ -36,15 +37,6 @@ def precision() -> Iterator[Callable[[str], None]]:
     torch.set_float32_matmul_precision(before)
 
 
-def mismatched(engine: RolloutEngine, model: Any) -> int:
-    found = engine.generate([PROMPT], PARAMS)
-    sequences = [[*PROMPT, *c.token_ids] for c in found]
-    with torch.no_grad():
-        scored = token_logprobs(model, sequences, prompt_lengths=[len(PROMPT)] * len(found))
-    pairs = zip(found, scored.split(), strict=True)
-    return sum(int((c.token_logprobs != own).sum()) for c, own in pairs)
-
-
 def steered(model: Any) -> torch.Tensor:
     """A vector that a hook adds to the first layer's output."""
     vector = torch.zeros(model.config.hidden_size)
@@ -55,7 +47,7 @@ def steered(model: Any) -> torch.Tensor:
 def test_what_a_hook_reads_may_change_between_rollouts(engine: RolloutEngine, model: Any) -> None:
     vector = steered(model)
     for _ in range(3):
-        assert mismatched(engine, model) == 0
+        assert mismatched(engine, model, [PROMPT], PARAMS) == 0
         vector += 0.1
 
 
@@ -70,9 +62,9 @@ def test_keys_kept_beside_a_hook_are_caught(
 
     monkeypatch.setattr(ForwardWatch, "read", unseeing)
     vector = steered(model)
-    assert mismatched(engine, model) == 0
+    assert mismatched(engine, model, [PROMPT], PARAMS) == 0
     vector += 0.1
-    assert mismatched(engine, model) > 0
+    assert mismatched(engine, model, [PROMPT], PARAMS) > 0
 
 
 def test_an_attribute_written_during_a_rollout_is_an_error(
@@ -104,7 +96,7 @@ def test_a_numeric_setting_is_checked_wherever_a_number_begins(
         with pytest.raises(ConsistencyError, match="float32_matmul_precision is 'medium'"):
             compute()
     precision("highest")
-    assert mismatched(engine, model) == 0
+    assert mismatched(engine, model, [PROMPT], PARAMS) == 0
 
 
 def test_a_numeric_setting_written_during_a_rollout_is_an_error(

@@ -162,13 +162,6 @@ def test_a_half_advanced_engine_is_caught(
 # Something changes while samples are under way.
 
 
-def test_other_ops_during_a_stream_are_an_error_and_poison_no_cache(engine: RolloutEngine) -> None:
-    stream = engine.stream([PROMPT], PARAMS)
-    with strict(False), pytest.raises(ConsistencyError, match="ops on their stock path"):
-        list(stream)
-    assert is_idle(engine) and is_as_fresh(engine)
-
-
 def test_one_step_under_other_ops_is_enough(engine: RolloutEngine) -> None:
     engine.submit([PROMPT], LONG)
     engine.step()

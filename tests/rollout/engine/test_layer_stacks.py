@@ -12,10 +12,9 @@ from torch import nn
 
 from rl_consistency.models.modules import CanonicalAttention
 from rl_consistency.models.patch import patch
-from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
+from tests.rollout.engine.engines import engine_of, mismatched
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(20, 41))]
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=8)
@@ -47,17 +46,6 @@ def stacked(change: Callable[[nn.ModuleList], list[nn.Module]]) -> Any:
     return model
 
 
-def mismatched(model: Any) -> int:
-    """How many completions have other logprobs than training computes."""
-    found = RolloutEngine(model, eos_token_id=None, num_kv_blocks=64).generate(PROMPTS, PARAMS)
-    sequences = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in found]
-    lengths = [len(PROMPTS[c.prompt_index]) for c in found]
-    with torch.no_grad():
-        scored = token_logprobs(model, sequences, prompt_lengths=lengths).split()
-    pairs = zip(found, scored, strict=True)
-    return sum(not torch.equal(c.token_logprobs, own) for c, own in pairs)
-
-
 @pytest.mark.parametrize("change", STACKS)
 def test_rollout_equals_training_and_both_are_the_stock_model(change: Any) -> None:
     model = stacked(change)
@@ -66,7 +54,7 @@ def test_rollout_equals_training_and_both_are_the_stock_model(change: Any) -> No
         expected = model(input_ids=ids, use_cache=False).logits
         with patch(model) as session:
             session.verify()
-            assert mismatched(model) == 0
+            assert mismatched(engine_of(model, num_kv_blocks=64), model, PROMPTS, PARAMS) == 0
             assert (model(input_ids=ids).logits - expected).abs().max() < 1e-4
 
 
@@ -83,4 +71,4 @@ def test_a_cache_that_goes_by_the_layers_own_number_is_caught(
     monkeypatch.setattr(CanonicalAttention, "_attend", by_number)
     model = stacked(change)
     with patch(model):
-        assert mismatched(model) > 0
+        assert mismatched(engine_of(model, num_kv_blocks=64), model, PROMPTS, PARAMS) > 0

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.device import has_wgmma
-from rl_consistency.kernels.core.findings import CACHE_VARIABLE, findings_of
+from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.experts import library
 from rl_consistency.kernels.experts.library import compare, key_of, takes
 from rl_consistency.kernels.matmul import audit
@@ -19,13 +18,9 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def fresh_certificates(monkeypatch, tmp_path):
-    """No certificate of this machine is read, none of a test is left on it."""
+def audited_often(fresh_certificates, monkeypatch):
     if not has_wgmma(DEVICE):
         pytest.skip("needs an NVIDIA GPU of sm_90")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(findings_module, "_by_device", {})
-    monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(audit, "AUDIT_EVERY", 5)
     with numeric_settings():
         yield
