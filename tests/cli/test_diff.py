@@ -104,7 +104,7 @@ def test_the_step_and_the_parameter_of_a_wrong_gradient_are_named(
     verdict, *table = said.out.splitlines()[2:]
     assert verdict == "equal up to step 1; step 2 differs, first in: gradients"
     found = {line[:27].strip(): line[27:] for line in table}
-    assert found.pop("gradients") == f"1 of 11 differ, first {BROKEN}"
+    assert found.pop("gradients") == f"1 of 13 differ, first {BROKEN}"
     assert BROKEN in found.pop("weights")
     assert found.pop("norm of the gradients") == "1 of 1 differ, first gradient_norm"
     assert set(found.values()) == {"equal"} and "tokens of the rollout" in found
@@ -159,7 +159,7 @@ def test_a_run_without_digests_is_compared_by_its_metrics_and_said_to_be(whole, 
 
 
 def test_other_recipes_and_fingerprints_are_named_first(copy, diff, tmp_path):
-    changed = RECIPE | {"optimizer": {"learning_rate": 1e-2}}
+    changed = RECIPE | {"optimizer": {"learning_rate": 2e-2}}
     other = tmp_path / "c"
     config = RunConfig.model_validate(
         changed
@@ -170,8 +170,8 @@ def test_other_recipes_and_fingerprints_are_named_first(copy, diff, tmp_path):
     status, said = diff(copy, other)
     assert status == 1
     lines = said.out.splitlines()[2:]
-    assert "recipe  run.seed: 0 != 5" in lines
-    assert "recipe  optimizer.learning_rate: 0.001 != 0.01" in lines
+    assert "recipe  run.seed: 3 != 5" in lines
+    assert "recipe  optimizer.learning_rate: 0.01 != 0.02" in lines
     assert any(line.startswith("fingerprint  policy's weights: ") for line in lines)
     assert not any("run.name" in line or "output_dir" in line for line in lines)
     assert "no step is equal; step 1 differs, first in: initial weights" in lines
@@ -186,7 +186,7 @@ def test_the_result_is_written_as_json(whole, copy, diff, tmp_path):
     found = json.loads(file.read_text())
     assert found["first_step_that_differs"] == 2 and found["steps"] == [1, 2, 3]
     (quantity,) = [q for q in found["quantities"] if q["differing"]]
-    assert quantity == {"name": "gradients", "parts": 11, "differing": [BROKEN]}
+    assert quantity == {"name": "gradients", "parts": 13, "differing": [BROKEN]}
     assert found["recipe"] == found["fingerprint"] == {}
 
 

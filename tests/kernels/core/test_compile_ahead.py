@@ -1,6 +1,8 @@
 """Compiling ahead: what is asked of Triton, what threads do, what is kept from a pass that computes
 nothing. On a GPU see tests/gpu."""
 
+import subprocess
+import sys
 from threading import Thread, get_ident
 from types import SimpleNamespace
 
@@ -193,8 +195,7 @@ def doubled(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
 
 
-def test_triton_itself_compiles_for_sm90_in_its_asynchronous_mode(device, monkeypatch):
-    """By Triton's own `run`: a warm-up asks for the kernel alone and launches nothing."""
+def alone_triton_itself_compiles(device, monkeypatch):
     monkeypatch.setattr(JITFunction, "run", RUN)
     driver.active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
     driver.active.get_current_device = driver.active.get_current_stream = lambda *_: 0
@@ -202,6 +203,16 @@ def test_triton_itself_compiles_for_sm90_in_its_asynchronous_mode(device, monkey
     calls = [lambda n=n: launch[(1,)](x, 64, BLOCK=n) for n in (32, 64, 32)]
     assert compile_ahead(calls) == 2 and compile_ahead(calls) == 0
     assert len(device.built) == 2 and not x.any()
+
+
+def test_triton_itself_compiles_for_sm90_in_its_asynchronous_mode():
+    """By Triton's own `run`: a warm-up asks for the kernel alone and launches nothing.
+
+    In a process of its own: where a kernel ran, the interpreter keeps Triton's language.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "python_functions=alone_*", __file__]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
 
 
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):
