@@ -3,6 +3,7 @@ import re
 import pytest
 
 from rl_consistency.trainers.data.arithmetic import problem, problems, split_of
+from rl_consistency.trainers.rewards.function import arithmetic
 
 SIZES = {"num_terms": 4, "max_value": 9}
 
@@ -38,3 +39,10 @@ def test_training_and_evaluation_share_no_sum():
 def test_sizes_without_enough_sums_are_refused(num_terms, max_value):
     with pytest.raises(ValueError, match="at least 2|too few"):
         problem(0, "train", 0, num_terms=num_terms, max_value=max_value)
+
+
+def test_the_target_earns_the_reward_and_another_total_does_not():
+    example = problem(0, "train", 0, **SIZES)
+    completions = [example.target, example.answer, example.target + "0", ""]
+    scores = arithmetic([example.prompt] * 4, completions, [example.answer] * 4)
+    assert scores == [1.0, 1.0, 0.0, 0.0]

@@ -161,3 +161,12 @@ def test_a_forked_process_does_not_release_the_lock_of_its_parent(tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         with pytest.raises(RunDirectoryError, match="another process"), locked(tmp_path):
             pass
+
+
+def test_of_two_resumed_runs_the_second_is_refused(tiny_run, lasting, monkeypatch):
+    _, rows = tiny_run.of_its_own("whole", **SAVING)
+    tiny_run(**SAVING | {"training.steps": 1})
+    met = second(tiny_run, monkeypatch, resume=True)
+    _, mine = tiny_run(**SAVING, resume=True)
+    assert "another process" in met[0]
+    assert lasting(mine) == lasting(rows)

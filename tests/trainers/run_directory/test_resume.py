@@ -236,3 +236,22 @@ def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
         resumed, resumed_rows = tiny_run(**tiny_run.LONG | own, resume=True)
         assert lasting(resumed_rows) == rows, name
         assert lasting_summary(resumed) == summary, name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, monkeypatch, dtype):
+    changes = {
+        "policy.dtype": dtype,
+        "training.steps": 4,
+        "training.save_every": 2,
+        "optimizer.learning_rate": 1e-3,
+    }
+    summary, rows = tiny_run.of_its_own("whole", **changes)
+    with monkeypatch.context() as patched:
+        interrupt(patched, ("after log", 3))
+        with pytest.raises(Interrupt):
+            tiny_run(**changes)
+    resumed, resumed_rows = tiny_run(**changes, resume=True)
+    assert lasting(resumed_rows) == lasting(rows)
+    assert lasting_summary(resumed) == lasting_summary(summary)
