@@ -141,10 +141,9 @@ def test_hidden_states_of_some_rows_are_those_among_all(model, captured):
 def call_of(runner, sequence, length):
     """A call of one sequence that is computed from its start; its numbers are all that is read."""
     blocks = sequence.block_table[: -(-length // 16)]
-    return RaggedCall(
-        arrays={}, starts=[0], lens=[length], context_lens=[length], block_tables=[blocks],
-        counts=torch.zeros(0).numpy(),
-    )  # fmt: skip
+    one = {"query_starts": [0], "query_lens": [length], "context_lens": [length]}
+    layout = one | {"block_tables": [blocks]}
+    return RaggedCall(arrays={}, layout=layout, counts=torch.zeros(0).numpy())
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])

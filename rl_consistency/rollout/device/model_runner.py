@@ -7,18 +7,15 @@ behind it. The token that the step before samples is read on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.layout import (
-    CapturedPagedAttention,
-    PagedAttention,
-    SharedRun,
-)
+from rl_consistency.kernels.attention.layout import PagedAttention, SharedRun
 from rl_consistency.models.forward import (
     attend_to_anything,
     layer_parameters,
@@ -53,50 +50,46 @@ RAGGED = 0  # in place of a width: chunks that run without a graph
 
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
 
-_Path = tuple[PatchSession, ForwardState]
-
-
 SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
 logprobs, in a sparse model [4, rows] with the two halves of their routing; and where each chunk's
 rows are: (index in the step, first row, number of rows)."""
 
 
-class PendingStep:
-    """A step that has been queued; `chunks` are those that sample, in the order of the launch.
-    `replayed_prefill`: whether chunks of several tokens ran through graphs."""
+class _ReadByGraphs(NamedTuple):
+    """What graphs depend on: where the tensors lie that they read, and what was captured."""
 
-    def __init__(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        calls: list[SampledRows],
-        done: torch.cuda.Event | None,
-        *,
-        replayed_prefill: bool = False,
-    ) -> None:
-        self.chunks = [chunk for chunk in chunks if chunk.samples]
-        self._sampling = [chunk.samples for chunk in chunks]
-        self._calls = calls
-        self._done = done
-        self.replayed_prefill = replayed_prefill
+    addresses: list[int]
+    path: tuple[PatchSession, ForwardState]
+    withdrawals: int
+
+
+@dataclass(frozen=True, eq=False)
+class PendingStep:
+    """A step that has been queued."""
+
+    chunks: list[ScheduledChunk]  # those that sample, in the order of the launch
+    calls: list[SampledRows]
+    done: torch.cuda.Event | None
+    replayed_prefill: bool
+    """Whether chunks of several tokens ran through graphs."""
 
     def wait(self) -> list[SampledTokens]:
         """Wait for this step alone; returns what each of `chunks` sampled.
 
         A logprob is NaN where the row's logits are.
         """
-        if self._done is not None:
-            self._done.synchronize()
-        sampled: list[SampledTokens] = [[] for _ in self._sampling]
-        for values, spans in self._calls:
+        if self.done is not None:
+            self.done.synchronize()
+        sampled: dict[int, SampledTokens] = {}
+        for values, spans in self.calls:
             columns = [values[0], values[1].view(torch.float32)]
             if len(values) > 2:
                 halves = torch.stack((values[2], values[3]), dim=1)
                 columns.append(halves.view(torch.int64).flatten())
             rows = list(zip(*(column.tolist() for column in columns), strict=True))
-            for index, first, count in spans:
-                sampled[index] = rows[first : first + count]
-        return list(itertools.compress(sampled, self._sampling))
+            sampled |= {index: rows[first : first + count] for index, first, count in spans}
+        return [sampled[index] for index in sorted(sampled)]
 
 
 class ModelRunner:
@@ -112,14 +105,14 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._cache = KVCache.allocate(model, max_num_seqs=max_num_seqs, **size)
-        block_size, self.device = self._cache.block_size, self._cache.keys[0].device
+        self.block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
-        self.block_size = block_size
-        self.capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
+        most_tokens = self.num_blocks * self.block_size
+        self.capacity = min(model.config.max_position_embeddings, most_tokens)
         self._state = DeviceState(
             max_num_seqs,
-            width=-(-self.capacity // block_size),
-            block_size=block_size,
+            width=-(-self.capacity // self.block_size),
+            block_size=self.block_size,
             dummy_block=self.num_blocks,
             device=self.device,
         )
@@ -128,14 +121,14 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs | None = None
         self.ragged_graphs: RaggedGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
-            of_all = self._state, self._cache
-            self.decode_graphs = DecodeGraphs(
-                *of_all, self._decode, capacity=self.capacity, prepare=self.prepare
-            )
             most = most_rows(layer_parameters(model))
-            self.ragged_graphs = RaggedGraphs(
-                *of_all, self._forward, most=most, prepare=self.prepare
-            )
+            self.decode_graphs = DecodeGraphs(*self.parts, capacity=self.capacity)
+            self.ragged_graphs = RaggedGraphs(*self.parts, most=most)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What `CallGraphs` are made of."""
+        return self._state, self._cache, self._compute, self.prepare
 
     def prepare(self) -> object:
         """Make the angles of all positions, which last: graphs read them by address."""
@@ -165,12 +158,12 @@ class ModelRunner:
     @property
     def hooked(self) -> bool:
         """Whether modules had hooks at the last `begin`."""
-        return self._captured_from[1][1].hooked
+        return self._captured_from.path[1].hooked
 
-    def _read_by_graphs(self, withdrawals: int) -> tuple[list[int], _Path, int]:
-        """What graphs depend on: where the tensors lie that they read, and what was captured."""
+    def _read_by_graphs(self, withdrawals: int) -> _ReadByGraphs:
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), withdrawals
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return _ReadByGraphs(addresses, forward_path(self._model), withdrawals)
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""
@@ -180,12 +173,11 @@ class ModelRunner:
 
     def run_padding(self, shape: RaggedShape, truncates: bool) -> None:
         """Run a call op by op that touches no sequence."""
-        call = RaggedCall.padding(shape, self._state, self._cache.block_size)
-        self._run(call, list(range(shape.sampled)), truncates=truncates)
+        self._run(RaggedCall.padding(shape, self._state, self.block_size), truncates)
 
     def attend_padding(self, shape: RaggedShape) -> None:
         """Run the attention of such a call alone, once for each window of the layers."""
-        call = RaggedCall.padding(shape, self._state, self._cache.block_size)
+        call = RaggedCall.padding(shape, self._state, self.block_size)
         places = torch.from_numpy(call.arrays["places"]).to(self.device)
         attend_to_anything(self._model, self._paged(call, places))
 
@@ -211,15 +203,20 @@ class ModelRunner:
         staged = [self._stage(width, group) for width, group in groups.items()]
         ragged = None
         if others:
-            ragged = RaggedCall.of(list(others.values()), self._state, self._cache.block_size)
+            ragged = RaggedCall.of(list(others.values()), self._state, self.block_size)
         self._state.flush()
         calls, captured = [self._replay(*call) for call in staged], None
         if ragged is not None:
             truncates = self._state.truncates(ragged.arrays["row_slots"])
-            sampling = [index for index, chunk in others.items() if chunk.samples]
             captured = self._captured(ragged, truncates)
-            calls.append(self._run(ragged, sampling, captured, truncates=truncates))
-        return PendingStep(chunks, calls, self._mark(), replayed_prefill=captured is not None)
+            values = self._run(ragged, truncates, captured)
+            sampling = [index for index, chunk in others.items() if chunk.samples]
+            if sampling:
+                firsts = (np.cumsum(ragged.counts) - ragged.counts).tolist()
+                spans = zip(sampling, firsts, ragged.counts.tolist(), strict=True)
+                calls.append((to_host(values), list(spans)))
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        return PendingStep(sampling, calls, self._mark(), captured is not None)
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
@@ -272,28 +269,6 @@ class ModelRunner:
         counts = [1 + len(chunk.draft) for chunk in group.values()]
         return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
-    def _run(
-        self,
-        call: RaggedCall,
-        indices: list[int],
-        captured: Captured[PaddedCall] | None = None,
-        *,
-        truncates: bool,
-    ) -> SampledRows:
-        """A call of chunks of any lengths, by graphs if given; `indices` of those that sample."""
-        if captured is None:
-            values = self._run_ops(call, truncates)
-        else:
-            places = captured.call.places
-            captured.call.load(call)
-            captured.call.clear(len(call.arrays["token_ids"]))
-            captured.replay(self._paged(call, places))
-            values = captured.call.values
-        if not len(call.counts):
-            return torch.empty(2, 0, dtype=torch.int32), []
-        firsts = (np.cumsum(call.counts) - call.counts).tolist()
-        return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
-
     def _captured(self, call: RaggedCall, truncates: bool) -> Captured[PaddedCall] | None:
         """The graphs for a call; None where it runs op by op."""
         graphs = self.ragged_graphs
@@ -301,75 +276,45 @@ class ModelRunner:
             return None
         return graphs.captured(call, truncates=truncates)
 
-    def _run_ops(self, call: RaggedCall, truncates: bool) -> Tensor:
-        """A call op by op; the values of its sampled rows."""
-        inputs = to_device(call.arrays, self.device)
-        tokens, values = self._forward(
-            self._state.resolve(inputs["token_ids"], inputs["token_slots"]),
-            inputs["positions"],
-            self._paged(call, inputs["places"]),
-            inputs["rows"],
-            inputs["row_slots"],
-            truncates=truncates,
-        )
-        self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
-        return values
+    def _run(
+        self, call: RaggedCall, truncates: bool, captured: Captured[PaddedCall] | None = None
+    ) -> Tensor:
+        """A call of chunks of any lengths, by graphs if given; the values of its sampled rows."""
+        if captured is None:
+            inputs = to_device(call.arrays, self.device)
+            return self._compute(inputs, self._paged(call, inputs["places"]), truncates)
+        padded = captured.call
+        padded.load(padded.stage(call))
+        padded.clear(len(call.arrays["token_ids"]))
+        captured.replay(self._paged(call, padded.inputs["places"]))
+        return padded.values
 
     def _paged(self, call: RaggedCall, places: Tensor) -> PagedAttention:
-        return PagedAttention(
-            query_starts=call.starts,
-            query_lens=call.lens,
-            context_lens=call.context_lens,
-            block_tables=call.block_tables,
-            slot_mapping=places,
-            key_cache=self._cache.keys,
-            value_cache=self._cache.values,
-            block_size=self._cache.block_size,
-        )
+        return PagedAttention(**call.layout, slot_mapping=places, **self._cache.tensors)
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        layout: PagedAttention,
-        rows: Tensor,
-        slots: Tensor,
-        *,
-        truncates: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The model over all rows of a call, the sampler over `rows` [n], which are in `slots`."""
+    def _compute(
+        self, inputs: Mapping[str, Tensor], layout: PagedAttention, truncates: bool
+    ) -> Tensor:
+        """The model over all tokens of a call, and the sampler over its `rows`, or all without.
+
+        `inputs` are those of `RaggedCall.arrays`. Returns values [2 or 4, n], see `SampledRows`: a
+        token for the position after each row, which becomes the last one of the slot `kept_in`.
+        """
+        state, positions, rows = self._state, inputs["positions"], inputs.get("rows")
+        token_ids = state.resolve(inputs["token_ids"], inputs["token_slots"])
         with recorded_routing() as record:
             hidden = paged_hidden_states(self._model, token_ids, positions, layout, rows)
-        if not len(rows):
-            return rows, torch.empty(2, 0, dtype=torch.int32, device=rows.device)
-        of_rows = hidden, positions.index_select(0, rows), slots, *record.fingerprints(rows)
-        return self._sampled(*of_rows, truncates=truncates)
-
-    def _decode(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        layout: CapturedPagedAttention,
-        slots: Tensor,
-        *,
-        truncates: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The model and the sampler over all rows of a captured call."""
-        with recorded_routing() as record:
-            hidden = paged_hidden_states(self._model, token_ids, positions, layout)
-        rows = hidden, positions, slots, *record.fingerprints()
-        return self._sampled(*rows, truncates=truncates)
-
-    def _sampled(
-        self, hidden: Tensor, positions: Tensor, slots: Tensor, *routing: Tensor, truncates: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids [n] int64, drawn for the positions after the rows', and values [2 or 4, n]; see
-        `SampledRows`."""
+        if not len(hidden):
+            return torch.empty(2, 0, dtype=torch.int32, device=self.device)
+        if rows is not None:
+            positions = positions.index_select(0, rows)
+        routing = record.fingerprints(rows)
         logits = next_token_logits(self._model, hidden)
-        params, keys = self._state.sampling(slots, truncates=truncates)
+        params, keys = state.sampling(inputs["row_slots"], truncates=truncates)
         tokens, logprobs = sample(logits, params, device_uniforms(keys, positions + 1))
+        state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         halves = [half for each in routing for half in each.view(-1, 1).view(torch.int32).unbind(1)]
-        return tokens, torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32), *halves])
+        return torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32), *halves])
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind everything queued so far; None on a CPU, where all is done."""

@@ -106,8 +106,12 @@ def test_a_call_names_every_token_position_and_place(model: Qwen3ForCausalLM) ->
         "row_slots": [0, 1, 1, 1],
         "kept_in": [0, 4, 4, 4],
     }
-    assert (call.starts, call.lens, call.context_lens) == ([0, 4, 5], [4, 1, 3], [6, 6, 5])
-    assert call.block_tables == [[5, 2], [7, 1], [3, 0]]
+    assert call.layout == {
+        "query_starts": [0, 4, 5],
+        "query_lens": [4, 1, 3],
+        "context_lens": [6, 6, 5],
+        "block_tables": [[5, 2], [7, 1], [3, 0]],
+    }
 
 
 def test_only_chunks_that_sample_are_answered(model: Qwen3ForCausalLM) -> None:
