@@ -114,13 +114,9 @@ def _real(name: str, value: object) -> float:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    try:
-        token_ids = (-1,) if isinstance(value, (str, bytes)) else tuple(map(operator.index, value))
-    except TypeError:
-        token_ids = (-1,)
-    if min(token_ids, default=0) < 0:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"stop_token_ids must be a sequence of integers >= 0, got {value!r}")
-    return token_ids
+    return tuple(check_integer("each of stop_token_ids", token_id, 0) for token_id in value)
 
 
 def _strings(value: Any) -> tuple[str, ...]:

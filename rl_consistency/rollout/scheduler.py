@@ -136,7 +136,6 @@ class Scheduler:
         self._waiting: list[tuple[bool, int, int, RolloutSequence]] = []
         self._set_aside: dict[int, list[RolloutSequence]] = {}  # by the block they wait for
         self._running: list[RolloutSequence] = []  # in order of admission
-        self._num_left = 0  # of these, ended since the list was last cleaned
         self._hopeless: set[tuple[SamplingParams, tuple[int, ...]]] = set()
         """Tokens that have failed by themselves."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -147,8 +146,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        waiting = bool(self._waiting) or any(self._set_aside.values())
-        return waiting or len(self._running) > self._num_left
+        return bool(self._waiting or self._running) or any(self._set_aside.values())
 
     @property
     def prefers_report(self) -> bool:
@@ -156,13 +154,12 @@ class Scheduler:
 
         Waiting for the report costs all a small part of a step; sitting out costs a whole step.
         """
-        num_running = len(self._running) - self._num_left
         sitting_out = sum(
             s.num_drafted > 0 or (s.num_pending > 0 and s.speculator.length(s.num_tokens + 1) > 0)
             for s in self._running
-            if s.speculator is not None and s.drafts and s.slot is not None
+            if s.speculator is not None and s.drafts
         )
-        return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
+        return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= len(self._running)
 
     def add(self, sequence: RolloutSequence) -> None:
         """Queue a sequence that the whole cache can hold (`Requests` checks that)."""
@@ -172,9 +169,6 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks; none when all is finished, or waits for the step in flight."""
-        if self._num_left:
-            self._running = [s for s in self._running if s.slot is not None]
-            self._num_left = 0
         self.admitted = []
         num_preemptions = self.statistics.preemptions
         chunks, prefills, room = self._decode_chunks()
@@ -207,25 +201,21 @@ class Scheduler:
     ) -> list[RolloutSequence]:
         """Append what a launched step sampled for its chunks; returns the sequences that ended."""
         ended: list[RolloutSequence] = []
-        self.started = []
-        num_generated = num_discarded = 0
+        self.started, statistics = [], self.statistics
         for chunk, sampled in zip(chunks, sampled_rows, strict=True):
             sequence = chunk.sequence
             if sequence.num_void:
                 sequence.num_void -= 1
-                num_discarded += len(sampled)
+                statistics.discarded_rows += len(sampled)
                 continue
             sequence.num_pending -= 1
             if sequence.is_finished:  # before this step's tokens: it ran once too often
-                num_discarded += len(sampled)
+                statistics.discarded_rows += len(sampled)
                 continue
             known = len(sequence.token_ids)
-            if chunk.draft:
-                self._take_in_draft(chunk, sampled)
-            else:
-                sequence.append(*sampled[0])
+            self._append(chunk, sampled)
             num_tokens = len(sequence.token_ids)
-            num_generated += num_tokens - known
+            statistics.decode_tokens += num_tokens - known
             if sequence.error is not None:
                 self._blocks.distrust(sequence)
                 if self._may_pass_alone(chunk):
@@ -238,25 +228,24 @@ class Scheduler:
                 ended.append(sequence)
             elif num_tokens // self._blocks.block_size > sequence.num_published_blocks:
                 self._blocks.publish(sequence)
-        self.statistics.decode_tokens += num_generated
-        self.statistics.discarded_rows += num_discarded
         return ended
 
-    def _take_in_draft(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
+    def _append(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
         """Keep the first sampled token, and each further one whose guess before it was right."""
-        sequence, known = chunk.sequence, chunk.sequence.num_tokens
-        accepted = num_accepted(chunk.draft, [token_id for token_id, *_ in sampled])
+        sequence, draft, known = chunk.sequence, chunk.draft, chunk.sequence.num_tokens
+        accepted = num_accepted(draft, [token_id for token_id, *_ in sampled]) if draft else 0
         for row in sampled[: 1 + accepted]:
             sequence.append(*row)
             if sequence.is_finished:
                 break
+        if not draft or sequence.speculator is None:
+            return
         sequence.num_drafted = 0
         if sequence.slot is not None:  # else it was preempted: nothing is computed
             # The keys of the guesses kept, behind the last token known before, are computed too.
             sequence.num_computed_tokens += max(sequence.num_tokens - known - 1, 0)
-        if sequence.speculator is not None:
-            sequence.speculator.observe(sequence.num_tokens, len(chunk.draft), accepted)
-        self.statistics.drafted_tokens += len(chunk.draft)
+        sequence.speculator.observe(sequence.num_tokens, len(draft), accepted)
+        self.statistics.drafted_tokens += len(draft)
         self.statistics.accepted_tokens += accepted
 
     def finish(self, sequence: RolloutSequence) -> None:
@@ -270,7 +259,6 @@ class Scheduler:
         if sequence.error is None:
             self._blocks.publish(sequence)
         self._unseat(sequence)
-        self._num_left += 1
 
     def _may_pass_alone(self, chunk: ScheduledChunk) -> bool:
         """Whether the sequence of a chunk that failed may be computed without others' help."""
@@ -285,10 +273,8 @@ class Scheduler:
         self.statistics.started_over += 1
         sequence.alone = True
         sequence.num_void, sequence.num_pending, sequence.num_drafted = sequence.num_pending, 0, 0
-        if sequence.slot is None:
-            return  # it was preempted meanwhile, and waits
-        self._num_left += 1
-        self._send_back(sequence)
+        if sequence.slot is not None:  # else it was preempted meanwhile, and waits
+            self._send_back(sequence)
 
     def _send_back(self, sequence: RolloutSequence) -> None:
         """Queue a running sequence before all others."""
@@ -299,6 +285,7 @@ class Scheduler:
     def _unseat(self, sequence: RolloutSequence) -> None:
         """Take a running sequence's blocks and slot; none of its tokens counts as computed."""
         assert sequence.slot is not None
+        self._running.remove(sequence)
         self._blocks.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
@@ -348,7 +335,7 @@ class Scheduler:
         """Get a place for the sequence's last token: while blocks are missing, the sequence
         admitted last is preempted. False if that was the sequence itself."""
         while not self._blocks.grow(sequence):
-            youngest = self._running.pop()
+            youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return False

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import (
@@ -27,17 +26,18 @@ from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
 from rl_consistency.models.graph_cache import Captured, GraphPieces
 from rl_consistency.numerics.strict import current, is_canonical
 from rl_consistency.rollout.block_manager import KVCache
+from rl_consistency.rollout.device.calls import CallGraphs, Compute, RaggedCall, StaticCall
 from rl_consistency.rollout.device.device_state import DeviceState, Fields
 from rl_consistency.rollout.device.shared_prefixes import most_runs
-from rl_consistency.rollout.device.static_call import CallGraphs, Compute, StaticCall
 from rl_consistency.rollout.drafter import MAX_DRAFT
-from rl_consistency.rollout.scheduler import ScheduledChunk
 
 WIDTHS = (1, 4, 1 + MAX_DRAFT)
 """Tokens of a sequence in one call: the last known one and a draft, padded to one of these."""
 
 BUCKETS, BUCKET_STEP = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256), 64
 """Numbers of rows up to which graphs are captured; above the last in steps of `BUCKET_STEP`."""
+
+OF_TOKENS = ("token_slots", "token_ids", "positions", "places", "kept_in")
 
 SHORTEST_STOCK_CONTEXT = 256  # keys that stock attention gathers at least; else a power of two
 
@@ -51,6 +51,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 def width_for(draft: int) -> int:
     """The smallest width that holds a draft of so many tokens and the token before it."""
     return WIDTHS[bisect_left(WIDTHS, 1 + draft)]
+
+
+def most_new_blocks(width: int, block_size: int) -> int:
+    """The most blocks that a sequence is given for one call."""
+    return -(-width // block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +77,11 @@ class DecodeCall(StaticCall):
 
     def __init__(self, shape: Shape, state: DeviceState, cache: KVCache, compute: Compute) -> None:
         rows, tokens = shape.rows, shape.rows * shape.width
-        self.most_new_blocks = -(-shape.width // cache.block_size)
-        updates = rows * self.most_new_blocks
-        of_tokens = ("token_slots", "token_ids", "positions", "places", "kept_in")
+        updates = rows * most_new_blocks(shape.width, cache.block_size)
         of_rows = ("query_len", "token_len", "context_len")
         fields: Fields = {
             "slots": (np.int64, (rows,)),
-            **dict.fromkeys(of_tokens, (np.int64, (tokens,))),
+            **dict.fromkeys(OF_TOKENS, (np.int64, (tokens,))),
             "cells": (np.int64, (updates,)),
             "blocks": (np.int32, (updates,)),
             **dict.fromkeys(of_rows, (np.int32, (rows,))),
@@ -107,58 +110,30 @@ class DecodeCall(StaticCall):
             **cache.tensors,
         )
 
-    def stage(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        slots: NDArray[np.int64],
-        runs: Sequence[SharedRun] = (),
-    ) -> Tensor:
-        """A host buffer with one step of n chunks in slots [n].
+    def stage(self, call: RaggedCall, runs: Sequence[SharedRun] = ()) -> Tensor:
+        """A host buffer with the numbers of a call of decode chunks, a draft of each at most.
 
-        `runs` say which of the chunks' sequences share keys; only a `shared` shape has room.
+        `runs` say which of its sequences share keys; only a `shared` shape has room.
         """
-        state, width = self._state, self.shape.width
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-        ends, offsets = starts + lens, np.arange(width)
-        sequences = [chunk.sequence for chunk in chunks]
-        cells, blocks = state.cover(sequences, slots, ends, most=self.most_new_blocks)
-        # Positions behind a draft repeat its last: no table and no cosine lies beyond.
-        positions = np.minimum(starts[:, None] + offsets, ends[:, None] - 1)
-        places = state.places(slots[:, None], positions)
-        places[offsets >= lens[:, None]] = self._padding["places"]
-        # Behind a draft this may not be the last token; but there the host knows which one is.
-        last = offsets == lens[:, None] - 1
+        lens, rows = call.lens, self.shape.rows
+        cells, blocks = call.new_blocks
         numbers: dict[str, Any] = {
-            "slots": slots,
-            "token_slots": slots.repeat(width),
-            "token_ids": self._token_ids(chunks).ravel(),
-            "positions": positions.ravel(),
-            "places": places.ravel(),
-            "kept_in": np.where(last, slots[:, None], state.dummy_slot).ravel(),
+            "slots": call.arrays["token_slots"][np.cumsum(lens) - 1],
             "cells": cells,
             "blocks": blocks,
             "query_len": lens,
             "token_len": lens,
-            "context_len": ends,
+            "context_len": call.contexts,
         }
         if self.shape.shared:
-            rows = self.shape.rows
             arrays = shared_arrays(runs, most_runs(rows), rows)
             numbers["shared_runs"], numbers["shared_keys"] = arrays
-        return self.filled(numbers)
-
-    def _token_ids(self, chunks: Sequence[ScheduledChunk]) -> NDArray[np.int64]:
-        """[n, width]: the tokens the host knows, -1 for the one that only the device does."""
-        token_ids = np.zeros((len(chunks), self.shape.width), dtype=np.int64)
-        token_ids[:, 0] = [
-            ids[chunk.start] if chunk.start < len(ids := chunk.sequence.token_ids) else -1
-            for chunk in chunks
-        ]
-        if self.shape.width > 1:
-            for row, chunk in zip(token_ids, chunks, strict=True):
-                row[1 : 1 + len(chunk.draft)] = chunk.draft
-        return token_ids
+        buffer, arrays = self.filled(numbers)
+        firsts = np.arange(len(lens)) * self.shape.width - (np.cumsum(lens) - lens)
+        into = np.arange(lens.sum()) + np.repeat(firsts, lens)
+        for name in OF_TOKENS:
+            arrays[name][into] = call.arrays[name]
+        return buffer
 
     def run(self, pieces: GraphPieces | None = None) -> None:
         state, inputs = self._state, self.inputs

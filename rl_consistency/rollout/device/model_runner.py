@@ -7,12 +7,13 @@ behind it. The token that the step before samples is read on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PagedAttention, SharedRun
@@ -29,15 +30,10 @@ from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.block_manager import KVCache
-from rl_consistency.rollout.device.decode_graphs import DecodeCall, DecodeGraphs, width_for
+from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, most_new_blocks, width_for
 from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
-from rl_consistency.rollout.device.ragged_graphs import (
-    PaddedCall,
-    RaggedCall,
-    RaggedGraphs,
-    RaggedShape,
-    most_rows,
-)
+from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.drafter import MAX_DRAFT
@@ -50,10 +46,10 @@ RAGGED = 0  # in place of a width: chunks that run without a graph
 
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
 
-SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
+SampledRows = tuple[Tensor, Sequence[int], NDArray[np.int64], NDArray[np.int64]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
-logprobs, in a sparse model [4, rows] with the two halves of their routing; and where each chunk's
-rows are: (index in the step, first row, number of rows)."""
+logprobs, in a sparse model [4, rows] with the two halves of their routing. And of each chunk: its
+index in the step, its first row, and its number of rows."""
 
 
 class _ReadByGraphs(NamedTuple):
@@ -82,12 +78,13 @@ class PendingStep:
         if self.done is not None:
             self.done.synchronize()
         sampled: dict[int, SampledTokens] = {}
-        for values, spans in self.calls:
+        for values, indices, firsts, counts in self.calls:
             columns = [values[0], values[1].view(torch.float32)]
             if len(values) > 2:
                 halves = torch.stack((values[2], values[3]), dim=1)
                 columns.append(halves.view(torch.int64).flatten())
             rows = list(zip(*(column.tolist() for column in columns), strict=True))
+            spans = zip(indices, firsts.tolist(), counts.tolist(), strict=True)
             sampled |= {index: rows[first : first + count] for index, first, count in spans}
         return [sampled[index] for index in sorted(sampled)]
 
@@ -179,7 +176,7 @@ class ModelRunner:
         """Run the attention of such a call alone, once for each window of the layers."""
         call = RaggedCall.padding(shape, self._state, self.block_size)
         places = torch.from_numpy(call.arrays["places"]).to(self.device)
-        attend_to_anything(self._model, self._paged(call, places))
+        attend_to_anything(self._model, call.paged(self._cache, places))
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
@@ -201,20 +198,16 @@ class ModelRunner:
         others = groups.pop(RAGGED, {})
         # All calls are staged before any runs: one copy brings the device's tables up to date.
         staged = [self._stage(width, group) for width, group in groups.items()]
-        ragged = None
-        if others:
-            ragged = RaggedCall.of(list(others.values()), self._state, self.block_size)
+        ragged = RaggedCall.of(list(others.values()), self._state) if others else None
         self._state.flush()
-        calls, captured = [self._replay(*call) for call in staged], None
+        calls, captured = [replay() for replay in staged], None
         if ragged is not None:
             truncates = self._state.truncates(ragged.arrays["row_slots"])
             captured = self._captured(ragged, truncates)
             values = self._run(ragged, truncates, captured)
-            sampling = [index for index, chunk in others.items() if chunk.samples]
-            if sampling:
-                firsts = (np.cumsum(ragged.counts) - ragged.counts).tolist()
-                spans = zip(sampling, firsts, ragged.counts.tolist(), strict=True)
-                calls.append((to_host(values), list(spans)))
+            if sampling := [index for index, chunk in others.items() if chunk.samples]:
+                firsts = np.cumsum(ragged.counts) - ragged.counts
+                calls.append((to_host(values), sampling, firsts, ragged.counts))
         sampling = [chunk for chunk in chunks if chunk.samples]
         return PendingStep(sampling, calls, self._mark(), captured is not None)
 
@@ -237,37 +230,38 @@ class ModelRunner:
             groups[width][index] = chunks[index]
         return groups
 
-    def _stage(self, width: int, group: _Group) -> tuple[Captured[DecodeCall], Tensor, _Group]:
-        """A decode group's captured call, the host buffer with its numbers, and the group in the
-        order of its rows: sequences that share keys are neighbours."""
-        assert self.decode_graphs is not None
+    def _stage(self, width: int, group: _Group) -> Callable[[], SampledRows]:
+        """Fills a host buffer for the group's call, in which sequences that share keys are
+        neighbours; the function returned queues its replay."""
+        graphs, state, indices = self.decode_graphs, self._state, list(group)
+        assert graphs is not None
         slots = np.array([chunk.sequence.slot for chunk in group.values()], dtype=np.int64)
         runs: Sequence[SharedRun] = ()
-        if self.decode_graphs.share_keys:
+        if graphs.share_keys:
             pasts = np.array([chunk.start for chunk in group.values()], dtype=np.int64)
-            arrangement = self._state.arrangement(slots, pasts, width=width)
+            arrangement = state.arrangement(slots, pasts, width=width)
             if arrangement is not None:
                 order, runs = arrangement
-                items = list(group.items())
-                group, slots = dict([items[i] for i in order]), slots[order]
-        chunks = list(group.values())
-        shape = self.decode_graphs.shape_for(
-            len(slots),
+                indices = [indices[i] for i in order]
+        chunks = [group[index] for index in indices]
+        call = RaggedCall.of(chunks, state, most=most_new_blocks(width, self.block_size))
+        shape = graphs.shape_for(
+            len(chunks),
             width,
-            truncates=self._state.truncates(slots),
-            longest=max([chunk.end for chunk in chunks]),
+            truncates=state.truncates(slots),
+            longest=int(call.contexts.max()),
             shared=len(runs) > 0,
         )
-        captured = self.decode_graphs.captured(shape)
-        return captured, captured.call.stage(chunks, slots, runs), group
+        captured = graphs.captured(shape)
+        buffer = captured.call.stage(call, runs)
 
-    def _replay(self, captured: Captured[DecodeCall], staged: Tensor, group: _Group) -> SampledRows:
-        captured.call.load(staged)
-        captured.replay()
-        width = captured.call.shape.width
-        firsts = range(0, len(group) * width, width)
-        counts = [1 + len(chunk.draft) for chunk in group.values()]
-        return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
+        def replay() -> SampledRows:
+            captured.call.load(buffer)
+            captured.replay()
+            firsts = np.arange(len(chunks)) * width
+            return to_host(captured.call.values), indices, firsts, call.counts
+
+        return replay
 
     def _captured(self, call: RaggedCall, truncates: bool) -> Captured[PaddedCall] | None:
         """The graphs for a call; None where it runs op by op."""
@@ -282,15 +276,12 @@ class ModelRunner:
         """A call of chunks of any lengths, by graphs if given; the values of its sampled rows."""
         if captured is None:
             inputs = to_device(call.arrays, self.device)
-            return self._compute(inputs, self._paged(call, inputs["places"]), truncates)
+            return self._compute(inputs, call.paged(self._cache, inputs["places"]), truncates)
         padded = captured.call
         padded.load(padded.stage(call))
         padded.clear(len(call.arrays["token_ids"]))
-        captured.replay(self._paged(call, padded.inputs["places"]))
+        captured.replay(call.paged(self._cache, padded.inputs["places"]))
         return padded.values
-
-    def _paged(self, call: RaggedCall, places: Tensor) -> PagedAttention:
-        return PagedAttention(**call.layout, slot_mapping=places, **self._cache.tensors)
 
     def _compute(
         self, inputs: Mapping[str, Tensor], layout: PagedAttention, truncates: bool

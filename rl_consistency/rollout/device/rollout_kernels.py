@@ -19,6 +19,7 @@ from rl_consistency.kernels.attention.layout import SHARED_BLOCK
 from rl_consistency.kernels.core.compile_ahead import compile_ahead, use_workers
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.device import ragged_graphs
+from rl_consistency.rollout.device.calls import RaggedShape
 from rl_consistency.rollout.device.decode_graphs import (
     DecodeGraphs,
     Shape,
@@ -26,7 +27,6 @@ from rl_consistency.rollout.device.decode_graphs import (
     width_for,
 )
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import RaggedShape
 from rl_consistency.rollout.progress import compile_line
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence

@@ -17,8 +17,8 @@ from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import rollout_kernels
+from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.rollout_kernels import (
     RolloutBounds,
     RolloutKernels,
