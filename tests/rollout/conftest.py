@@ -8,10 +8,8 @@ shows at once. `toy_tokens` draws the same tokens without a cache, a batch or an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -31,11 +29,11 @@ _GARBAGE = 987_654_321  # what a slot holds before it is written
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3() -> Callable[..., Qwen3ForCausalLM]:
+def tiny_qwen3():
     """Builds a small stock model, the same weights each time; changes to its config by name."""
 
-    def build(**changes: Any) -> Qwen3ForCausalLM:
-        sizes: dict[str, Any] = {
+    def build(**changes):
+        sizes = {
             "vocab_size": 60,
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -53,11 +51,11 @@ def tiny_qwen3() -> Callable[..., Qwen3ForCausalLM]:
     return build
 
 
-def entry_of(before: int, token_id: int) -> int:
+def entry_of(before, token_id):
     return hash((before, token_id)) & _WORD
 
 
-def draw(total: int, token_id: int, sequence: RolloutSequence, position: int) -> tuple[int, float]:
+def draw(total, token_id, sequence, position):
     """The token at `position`: mostly a function of the last, so that guesses are often right."""
     stream = (sequence.params.seed, sequence.prompt_id, sequence.sample_index, position)
     number = hash((total, stream)) & _WORD
@@ -65,10 +63,10 @@ def draw(total: int, token_id: int, sequence: RolloutSequence, position: int) ->
     return drawn, -((number >> 16) % 4096) / 4096
 
 
-def toy_tokens(sequence: RolloutSequence) -> tuple[list[int], list[float]]:
+def toy_tokens(sequence):
     """What the sequence generates, from its prompt alone."""
     token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
-    logprobs: list[float] = []
+    logprobs = []
     entry = total = 0
     for token_id in token_ids:
         entry = entry_of(entry, token_id)
@@ -93,7 +91,7 @@ class ToyStep:
     sampled: list[SampledTokens]
     replayed_prefill = False
 
-    def wait(self) -> list[SampledTokens]:
+    def wait(self):
         assert self.runner.in_flight.pop(0) is self, "steps are waited for once, in order"
         self.runner.events.append("wait")
         return self.sampled
@@ -112,16 +110,16 @@ class ToyRunner:
     events: list[str] = field(default_factory=list)
     history: list[list[ScheduledChunk]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._cache = [_GARBAGE] * (self.num_blocks * self.block_size)
         self._holders: dict[int, RolloutSequence] = {}
         self._last_tokens: dict[int, int] = {}
 
-    def admit(self, sequence: RolloutSequence) -> None:
+    def admit(self, sequence):
         assert sequence.slot is not None and 0 <= sequence.slot < self.max_num_seqs
         self._holders[sequence.slot] = sequence
 
-    def launch(self, chunks: Sequence[ScheduledChunk]) -> ToyStep:
+    def launch(self, chunks):
         assert chunks and len(self.in_flight) < 2, "one step ahead, no more"
         assert len({chunk.sequence.slot for chunk in chunks}) == len(chunks)
         # All read before any writes: a step must not need what another of its rows computes.
@@ -139,13 +137,13 @@ class ToyRunner:
         self.in_flight.append(step)
         return step
 
-    def _compute(self, chunk: ScheduledChunk) -> tuple[list[int], SampledTokens]:
+    def _compute(self, chunk):
         """The cache entries of the chunk's tokens, and what it samples."""
         sequence = chunk.sequence
         read = [self._cache[self._place(chunk, p)] for p in range(chunk.start)]
         entry, total = (read[-1] if read else 0), sum(read)
-        entries: list[int] = []
-        sampled: SampledTokens = []
+        entries = []
+        sampled = []
         for index, token_id in enumerate(self._token_ids(chunk)):
             entry = entry_of(entry, token_id)
             total += entry
@@ -157,7 +155,7 @@ class ToyRunner:
                 sampled.append((drawn, math.nan if failed else logprob))
         return entries, sampled
 
-    def _token_ids(self, chunk: ScheduledChunk) -> list[int]:
+    def _token_ids(self, chunk):
         sequence = chunk.sequence
         assert sequence.slot is not None and self._holders[sequence.slot] is sequence
         known = sequence.token_ids[chunk.start : chunk.end]
@@ -165,7 +163,7 @@ class ToyRunner:
         assert 0 <= pending <= 1 and not (pending and chunk.draft)
         return known + [self._last_tokens.get(sequence.slot, -1)] * pending + list(chunk.draft)
 
-    def _place(self, chunk: ScheduledChunk, position: int) -> int:
+    def _place(self, chunk, position):
         block = chunk.sequence.block_table[position // self.block_size]
         return block * self.block_size + position % self.block_size
 
@@ -179,20 +177,20 @@ class Toy:
     scheduler: Scheduler
     loop: StepLoop
 
-    def run(self, sequences: Sequence[RolloutSequence]) -> None:
+    def run(self, sequences):
         """Serve all of them to their end."""
         for sequence in sequences:
             self.loop.add(sequence)
         self.finish()
 
-    def finish(self, most: int = 100_000) -> None:
+    def finish(self, most=100000):
         for _ in range(most):
             if not self.loop.has_unfinished:
                 return
             self.loop.step()
         raise AssertionError("the loop makes no progress")
 
-    def check_empty(self) -> None:
+    def check_empty(self):
         """Nothing is held any more: neither a block, nor a slot, nor a step."""
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
         assert not any(block.ref_count for block in self.blocks._blocks)
@@ -207,12 +205,12 @@ class PreemptingScheduler(Scheduler):
     Not the last one: for it there would be room.
     """
 
-    def __init__(self, *args: Any, steps: Collection[int], **limits: Any) -> None:
+    def __init__(self, *args, steps, **limits):
         super().__init__(*args, **limits)
         self._preempts_in = frozenset(steps)
         self._num_steps = 0
 
-    def _decode_chunks(self) -> Any:
+    def _decode_chunks(self):
         # Here and not before `schedule`: the step that preempts does not admit.
         self._num_steps += 1
         if self._num_steps in self._preempts_in and len(self._running) > 1:
@@ -221,23 +219,23 @@ class PreemptingScheduler(Scheduler):
 
 
 @pytest.fixture(scope="session")
-def preempting() -> Callable[[Collection[int]], Callable[..., Scheduler]]:
+def preempting():
     """Schedulers that preempt in given steps, counted from 1, beside those that have to."""
     return lambda steps: partial(PreemptingScheduler, steps=steps)
 
 
 def make_toy(
     *,
-    num_blocks: int = 64,
-    block_size: int = 4,
-    max_batch_tokens: int = 64,
-    max_num_seqs: int = 16,
-    prefill_chunk_size: int | None = None,
-    share_prefixes: bool = True,
-    fails_at: frozenset[tuple[int, int]] = frozenset(),
-    scheduler: Callable[..., Scheduler] = Scheduler,
-    blocks: Callable[..., BlockManager] = BlockManager,
-) -> Toy:
+    num_blocks=64,
+    block_size=4,
+    max_batch_tokens=64,
+    max_num_seqs=16,
+    prefill_chunk_size=None,
+    share_prefixes=True,
+    fails_at=frozenset(),
+    scheduler=Scheduler,
+    blocks=BlockManager,
+):
     manager = blocks(num_blocks, block_size, share_prefixes=share_prefixes)
     runner = ToyRunner(num_blocks, block_size, max_num_seqs, fails_at)
     planner = scheduler(
@@ -246,19 +244,13 @@ def make_toy(
         max_num_seqs=max_num_seqs,
         prefill_chunk_size=prefill_chunk_size,
     )
-    model_runner: Any = runner
+    model_runner = runner
     return Toy(runner, manager, planner, StepLoop(model_runner, planner, manager))
 
 
 def make_sequence(
-    prompt: list[int],
-    *,
-    max_tokens: int = 6,
-    prompt_id: int = 0,
-    sample_index: int = 0,
-    speculation: int = 0,
-    stop: frozenset[int] = frozenset({STOP}),
-) -> RolloutSequence:
+    prompt, *, max_tokens=6, prompt_id=0, sample_index=0, speculation=0, stop=frozenset({STOP})
+):
     return RolloutSequence(
         prompt_index=prompt_id,
         sample_index=sample_index,
@@ -271,28 +263,28 @@ def make_sequence(
 
 
 @pytest.fixture(scope="session")
-def toy() -> Callable[..., Toy]:
+def toy():
     """Makes a step loop over a fresh toy model."""
     return make_toy
 
 
 @pytest.fixture(scope="session")
-def sequence_of() -> Callable[..., RolloutSequence]:
+def sequence_of():
     """Makes a sequence for it."""
     return make_sequence
 
 
 @pytest.fixture(scope="session")
-def expected() -> Callable[[RolloutSequence], Any]:
+def expected():
     """(tokens, logprobs) of a sequence, from the toy model alone."""
     return toy_tokens
 
 
 @pytest.fixture(scope="session")
-def load() -> Callable[..., list[RolloutSequence]]:
+def load():
     """Makes groups of sequences, their prompts with common prefixes, their lengths different."""
 
-    def make(*, speculation: int = 0, max_tokens: int = 14) -> list[RolloutSequence]:
+    def make(*, speculation=0, max_tokens=14):
         prefix = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
         prompts = [prefix, prefix[:9] + [7, 7], [5], [2, 9] * 10]
         return [
@@ -312,10 +304,10 @@ def load() -> Callable[..., list[RolloutSequence]]:
 
 
 @pytest.fixture(scope="session")
-def check() -> Callable[[list[RolloutSequence]], None]:
+def check():
     """Asserts that sequences ended with the toy model's tokens."""
 
-    def assert_as_expected(sequences: list[RolloutSequence]) -> None:
+    def assert_as_expected(sequences):
         for sequence in sequences:
             assert (sequence.token_ids, sequence.token_logprobs) == toy_tokens(sequence)
             assert sequence.finish_reason in ("stop", "length") and sequence.num_pending == 0

@@ -1,7 +1,5 @@
 """A sequence's state: what counts as computed, and when it ends."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,7 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 
 
-def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) -> RolloutSequence:
+def make(prompt, *, max_tokens=3, stop=()):
     return RolloutSequence(
         prompt_index=0,
         sample_index=0,
@@ -21,7 +19,7 @@ def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) 
     )
 
 
-def test_a_sequence_copies_its_prompt() -> None:
+def test_a_sequence_copies_its_prompt():
     prompt = [1, 2, 3]
     sequence = make(prompt)
     sequence.append(9, -0.5)
@@ -29,7 +27,7 @@ def test_a_sequence_copies_its_prompt() -> None:
     assert (sequence.num_prompt_tokens, len(sequence.token_logprobs)) == (3, 1)
 
 
-def test_all_known_tokens_but_the_computed_ones_are_to_do() -> None:
+def test_all_known_tokens_but_the_computed_ones_are_to_do():
     sequence = make([1, 2, 3])
     assert sequence.num_uncomputed_tokens == 3
     sequence.num_computed_tokens = 3
@@ -37,7 +35,7 @@ def test_all_known_tokens_but_the_computed_ones_are_to_do() -> None:
     assert sequence.num_uncomputed_tokens == 1
 
 
-def test_a_stop_token_is_kept_and_ends_the_sample() -> None:
+def test_a_stop_token_is_kept_and_ends_the_sample():
     sequence = make([1], stop=(7,))
     sequence.append(5, -1.0)
     assert not sequence.is_finished
@@ -46,11 +44,11 @@ def test_a_stop_token_is_kept_and_ends_the_sample() -> None:
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 5, 7], [-1.0, -0.25])
 
 
-def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
+def test_a_stop_token_in_the_prompt_ends_nothing():
     assert not make([7, 7], stop=(7,)).is_finished
 
 
-def test_the_last_slot_ends_the_sample_by_length_unless_it_is_a_stop_token() -> None:
+def test_the_last_slot_ends_the_sample_by_length_unless_it_is_a_stop_token():
     plain, stopped = make([1], max_tokens=2, stop=(7,)), make([1], max_tokens=2, stop=(7,))
     for sequence, last in ((plain, 6), (stopped, 7)):
         sequence.append(5, -1.0)
@@ -58,7 +56,7 @@ def test_the_last_slot_ends_the_sample_by_length_unless_it_is_a_stop_token() -> 
     assert (plain.finish_reason, stopped.finish_reason) == ("length", "stop")
 
 
-def test_a_pending_token_is_scheduled_but_not_known() -> None:
+def test_a_pending_token_is_scheduled_but_not_known():
     sequence = make([1, 2, 3])
     sequence.num_computed_tokens, sequence.num_pending = 3, 1
     assert (sequence.num_tokens, sequence.num_scheduled_tokens) == (3, 4)
@@ -66,7 +64,7 @@ def test_a_pending_token_is_scheduled_but_not_known() -> None:
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
-def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob: float) -> None:
+def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob):
     sequence = make([1, 2])
     sequence.append(5, -1.0)
     sequence.append(6, logprob)
@@ -76,7 +74,7 @@ def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob: flo
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5], [-1.0])
 
 
-def test_a_reopened_sample_goes_on_with_the_tokens_it_had() -> None:
+def test_a_reopened_sample_goes_on_with_the_tokens_it_had():
     sequence = make([1, 2])
     sequence.append(5, -1.0)
     sequence.append(6, math.nan)
