@@ -18,6 +18,7 @@ from rl_consistency.rollout import engine as engine_module
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import Recalling
+from tests.rollout.toy import preempting
 
 EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
 """Counted by the engine; all of it has to happen in random schedules, or they show nothing."""
@@ -117,7 +118,7 @@ def serve(served, schedule):
     return engine, completions
 
 
-def test_no_schedule_moves_a_byte(served, preempting):
+def test_no_schedule_moves_a_byte(served):
     seen = Counter()
 
     @settings(deadline=None, derandomize=True, max_examples=12)

@@ -8,12 +8,13 @@ import pytest
 from rl_consistency.rollout import scheduler
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.scheduler import Scheduler
+from tests.rollout.toy import check, expected, load, sequence_of, toy
 
 Make = Callable[..., Any]
 
 
 @pytest.fixture
-def served_well(toy, load, check):
+def served_well():
     """Tells whether heavy traffic comes out right."""
 
     def serve(**changes):
@@ -135,7 +136,7 @@ class NamesPendingTokens(BlockManager):
 
 
 @pytest.mark.parametrize("blocks", [BlockManager, NamesPendingTokens])
-def test_a_block_named_before_its_last_token_is_known_is_caught(toy, sequence_of, expected, blocks):
+def test_a_block_named_before_its_last_token_is_known_is_caught(blocks):
     served = toy(blocks=blocks, scheduler=PublishesEachStep)
     first = sequence_of([3, 4, 5], max_tokens=9, stop=frozenset())
     served.run([first])
@@ -147,7 +148,7 @@ def test_a_block_named_before_its_last_token_is_known_is_caught(toy, sequence_of
 
 
 @pytest.mark.parametrize("off", [-1, 1])
-def test_an_acceptance_rule_off_by_one_is_caught(toy, expected, monkeypatch, off, load):
+def test_an_acceptance_rule_off_by_one_is_caught(monkeypatch, off):
     right = scheduler.num_accepted
 
     def wrong(draft, sampled):
