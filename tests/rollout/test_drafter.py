@@ -164,28 +164,21 @@ def test_with_nothing_to_propose_it_is_tried_again_soon():
     assert rests == [SHORTEST_REST, 4, *[LONGEST_WAIT] * 4]
 
 
-def test_a_drafter_that_proposes_too_much_is_refused():
-    class Eager(Counting):
+@pytest.mark.parametrize(
+    ("proposed", "message"),
+    [
+        ([1] * 4, "Giving proposed 4 tokens where at most 3"),
+        *(([3, bad], "Giving proposed .* of 50") for bad in (VOCAB, -1, 10**6, 1.5, "a", None)),
+        (None, "Giving proposed None; a draft must be ids"),
+    ],
+)
+def test_a_drafter_that_proposes_too_much_or_no_tokens_is_refused(proposed, message):
+    class Giving(Counting):
         def propose(self, most):
-            return [1] * (most + 1)
+            return proposed
 
-    with pytest.raises(ValueError, match="Eager proposed 4 tokens where at most 3"):
-        Speculator(Eager(), 7, VOCAB).propose([1], 3)
-
-
-@pytest.mark.parametrize("guess", [VOCAB, -1, 10**6, 1.5, "a", None])
-def test_a_drafter_that_proposes_what_is_no_token_is_refused(guess):
-    with pytest.raises(ValueError, match="Counting proposed .*ids of the model's vocabulary of 50"):
-        Speculator(Counting([3, guess]), 7, VOCAB).propose([1], 3)
-
-
-def test_a_drafter_that_proposes_nothing_to_go_through_is_refused():
-    class Silent(Counting):
-        def propose(self, most):
-            return None
-
-    with pytest.raises(ValueError, match="Silent proposed None; a draft must be ids"):
-        Speculator(Silent(), 7, VOCAB).propose([1], 3)
+    with pytest.raises(ValueError, match=message):
+        Speculator(Giving(), 7, VOCAB).propose([1], 3)
 
 
 def test_a_drafter_may_propose_integers_of_any_kind():

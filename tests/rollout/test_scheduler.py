@@ -4,15 +4,11 @@ That no schedule moves a token is shown in `test_step_loop.py`; here the schedul
 at, with every step reported before the next is scheduled.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from tests.rollout.toy import sequence_of, toy
 
-Make = Callable[..., Any]
 NEVER = frozenset()
 
 
@@ -179,36 +175,6 @@ def test_drafts_leave_a_token_for_everybody_who_runs():
     assert [chunk.length for chunk in launch(served).chunks] == [8, 8, 7, 1]
 
 
-def test_a_sequence_refused_is_tried_again_once_fewer_run():
-    served = toy(num_blocks=6, share_prefixes=False)
-    growing = sequence_of([1] * 3, max_tokens=20, prompt_id=1, stop=NEVER)
-    ending = sequence_of([2] * 3, max_tokens=2, prompt_id=2, stop=NEVER)
-    waiting = sequence_of([3] * 12, max_tokens=2, prompt_id=3, stop=NEVER)
-    add(served, growing, ending)
-    step(served)
-    add(served, waiting)
-    step(served)
-    assert ending.is_finished and waiting.slot is None
-    # The block that `ending` left goes to `growing`; but none is kept for `ending` any more.
-    assert [chunk.sequence for chunk in step(served)] == [growing, waiting]
-
-
-def test_a_sequence_refused_is_tried_again_once_more_of_it_is_cached():
-    served = toy(num_blocks=9)
-    running = sequence_of([7], max_tokens=4, prompt_id=1, stop=NEVER)
-    ending = sequence_of([9] * 7, max_tokens=2, prompt_id=2, stop=NEVER)
-    waiting = sequence_of([1] * 8 + [2] * 9, max_tokens=3, prompt_id=3, stop=NEVER)
-    ahead = sequence_of([1] * 9, max_tokens=9, prompt_id=4, stop=NEVER)
-    add(served, running, ending)
-    step(served)
-    add(served, waiting)
-    step(served)
-    add(served, ahead)
-    assert [chunk.sequence for chunk in step(served)] == [running, ahead]
-    (*_, chunk) = step(served)
-    assert (chunk.sequence, chunk.start) == (waiting, 8)
-
-
 def crowded():
     """Three sequences with room for two of them at their full length."""
     served = toy(num_blocks=11, share_prefixes=False)
@@ -252,20 +218,6 @@ def test_a_sequence_preempted_before_its_first_token_comes_back_before_others_to
     assert served.scheduler.admitted == [sibling]
 
 
-def test_the_schedule_is_the_same_every_time():
-    def record():
-        served = toy(num_blocks=11, max_batch_tokens=9)
-        sequences = group_load()
-        add(served, *sequences)
-        steps = []
-        while served.scheduler.has_unfinished:
-            chunks = step(served)
-            steps.append([(sequences.index(c.sequence), c.start, c.length) for c in chunks])
-        return steps
-
-    assert record() == record()
-
-
 def test_a_sequence_whose_last_token_is_pending_is_not_scheduled():
     served = toy()
     sequence = sequence_of([1, 2], max_tokens=2, stop=NEVER)
@@ -273,6 +225,7 @@ def test_a_sequence_whose_last_token_is_pending_is_not_scheduled():
     first = launch(served)
     (chunk,) = launch(served).chunks
     assert (chunk.start, chunk.length, sequence.num_tokens) == (2, 1, 2)  # one pending token
+    assert not served.scheduler.prefers_report  # it does not draft
     served.scheduler.take_in(first.chunks, first.wait())
     assert served.scheduler.schedule() == [] and served.scheduler.has_unfinished
 
@@ -289,13 +242,6 @@ def test_a_draft_waits_for_the_report_and_then_stands_behind_the_known_tokens():
     assert chunk == ScheduledChunk(sequence, 9, 4, True, (4, 0, 1)) and chunk.is_decode
     assert (sequence.num_computed_tokens, sequence.num_drafted) == (10, 3)
     assert served.scheduler.prefers_report and served.scheduler.schedule() == []
-
-
-def test_without_speculation_nobody_waits_for_a_report():
-    served = toy()
-    add(served, sequence_of([1, 4, 0] * 3, max_tokens=20, stop=NEVER))
-    launch(served)
-    assert not served.scheduler.prefers_report
 
 
 def test_the_queue_forgets_those_cancelled():

@@ -42,12 +42,6 @@ def end_of(tokenizer, strings, token_ids, context=()):
     return None
 
 
-def test_a_string_across_tokens_is_found_at_its_last_token():
-    assert end_of(Bytes(), ["</a>"], list(b"x<</a>y")) == 6
-    assert end_of(Bytes(), ["</a>", "<"], list(b"x<</a>y")) == 2
-    assert end_of(Bytes(), ["z"], list(b"abc")) is None
-
-
 def test_a_space_that_belongs_between_two_tokens_is_seen():
     assert end_of(LeadingSpace(), ["stop here"], [2, 0, 1]) == 3
     assert end_of(LeadingSpace(), ["stop"], [3, 4]) is None  # "s top"
@@ -65,14 +59,6 @@ def test_the_space_before_the_first_token_is_seen_behind_the_prompt(last):
 def test_the_text_of_the_prompt_is_not_searched():
     assert end_of(Bytes(), ["ab", "b"], list(b"bxab"), list(b"a")) == 1
     assert end_of(Bytes(), ["ab"], list(b"bxab"), list(b"a")) == 4
-
-
-def test_a_character_of_several_tokens_is_found_when_it_is_whole():
-    text = "a→b🙂c"
-    tokens = list(text.encode())
-    assert end_of(Bytes(), ["→"], tokens) == 4
-    assert end_of(Bytes(), ["b🙂"], tokens) == 9
-    assert end_of(Bytes(), ["🙂c"], tokens) == 10
 
 
 def test_a_string_before_an_unfinished_character_is_found_at_once():

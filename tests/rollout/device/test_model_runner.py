@@ -15,11 +15,7 @@ from rl_consistency.rollout.device.calls import RaggedCall
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
-
-PLAIN = SamplingParams(seed=3)
-TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
-
+from tests.rollout.device.launches import PLAIN, TRUNCATED, sample_of
 
 SIZES = {
     "vocab_size": 40,
@@ -35,17 +31,8 @@ def model(tiny_qwen3):
         yield built
 
 
-def make(tokens, block_table, slot=0, params=PLAIN, prompt_id=0):
-    sequence = RolloutSequence(
-        prompt_index=0,
-        sample_index=0,
-        prompt_id=prompt_id,
-        params=params,
-        stop_token_ids=frozenset(),
-        token_ids=tokens,
-    )
-    sequence.block_table, sequence.slot = block_table, slot
-    return sequence
+def make(tokens, blocks, slot=0, params=PLAIN, prompt_id=0):
+    return sample_of(tokens, index=prompt_id, params=params, blocks=blocks, slot=slot)
 
 
 def runner_of(model, num_blocks=8, max_num_seqs=4):
@@ -136,15 +123,6 @@ def test_a_draft_is_judged_by_plain_decoding(model):
     assert [first, *accepted] == expected
 
 
-def test_after_a_draft_the_last_token_is_the_one_the_host_knows(model):
-    sequence = make([1, 2, 3], [0, 1])
-    runner = admitted(runner_of(model), sequence)
-    runner.launch([prefill(sequence)]).wait()
-    kept = runner._state.last_tokens.clone()
-    runner.launch([ScheduledChunk(sequence, 3, 2, True, (9,))]).wait()
-    assert runner._state.last_tokens[:4].equal(kept[:4])
-
-
 def test_places_a_sequence_does_not_own_are_never_read(model):
     clean, dirty = runner_of(model), runner_of(model)
     for cache in [*dirty._cache.keys, *dirty._cache.values]:
@@ -152,17 +130,6 @@ def test_places_a_sequence_does_not_own_are_never_read(model):
     chunks = [prefill(make([1, 2, 3, 4, 5], [6, 3]))]
     results = [admitted(r, chunks[0].sequence).launch(chunks).wait() for r in (clean, dirty)]
     assert results[0] == results[1]
-
-
-def test_nan_logits_give_a_nan_logprob_and_spare_the_others(model):
-    good, bad = make([1, 2, 3], [0]), make([1, 39, 3], [1], slot=1)
-    expected = admitted(runner_of(model), good).launch([prefill(good)]).wait()
-    with torch.no_grad():
-        model.model.embed_tokens.weight[39] = torch.nan
-    runner = admitted(runner_of(model), good, bad)
-    [[fine], [broken]] = runner.launch([prefill(good), prefill(bad)]).wait()
-    assert [[fine]] == expected
-    assert np.isnan(broken[1]) and 0 <= broken[0] < 40
 
 
 def test_a_slot_forgets_its_former_holder(model):

@@ -67,34 +67,6 @@ def test_a_uniform_is_53_bits_of_the_first_two_words():
     assert uniforms([0], [0], [0], [0])[0] == expected
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
-    rng = np.random.default_rng(0)
-    columns = [rng.integers(0, 2**32, size=64).tolist() for _ in range(4)]
-    together = uniforms(*columns)
-    order = rng.permutation(64)
-    permuted = uniforms(*([column[i] for i in order] for column in columns))
-    alone = [uniforms(*([column[i]] for column in columns))[0] for i in range(64)]
-    assert together.tobytes() == np.array(alone).tobytes()
-    assert together[order].tobytes() == permuted.tobytes()
-
-
-def test_each_part_of_the_key_moves_the_number():
-    big = 2**63 + 5
-    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
-    keys += [(2**32, 0, 0, 0), (0, 2**32, 0, 0), (big, 0, 0, 0), (0, big, 0, 0)]
-    values = uniforms(*(list(column) for column in zip(*keys, strict=True)))
-    assert len(set(values.tolist())) == len(keys)
-
-
-def test_uniforms_lie_in_the_half_open_interval_and_are_even():
-    count = 20_000
-    values = uniforms([7] * count, [3] * count, [1] * count, range(count))
-    assert values.min() >= 0.0 and values.max() < 1.0
-    shares = np.histogram(values, bins=20, range=(0.0, 1.0))[0] / count
-    assert np.abs(shares - 0.05).max() < 0.01
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
-
-
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

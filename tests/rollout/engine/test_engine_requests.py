@@ -1,6 +1,5 @@
 """Streams, callers that drive the engine, cancellation, stop strings, failures."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -64,13 +63,6 @@ def test_an_error_of_the_caller_in_a_stream_or_its_progress_leaves_the_engine_id
     assert content(engine.generate(PROMPTS, SAMPLING)) == expected
 
 
-def test_prompts_are_checked_before_a_stream_is_read(model):
-    engine = engine_of(model)
-    with pytest.raises(ValueError, match="prompt 0 is empty"):
-        engine.stream([[]], SamplingParams())
-    assert is_idle(engine)
-
-
 def test_an_engine_at_work_refuses_another_call(model):
     engine = engine_of(model)
     stream = engine.stream(PROMPTS, SAMPLING)
@@ -102,22 +94,6 @@ def test_a_caller_can_drive_the_engine(model, expected):
     assert content(completions) == expected
     assert {(c.request_id, c.prompt_index) for c in completions} == set(zip("abcd", range(4)))
     assert engine.step() == []
-
-
-@pytest.mark.parametrize(
-    ("request_ids", "message"),
-    [
-        (["a", "a", "b", "c"], "request id 'a' is given twice"),
-        (["a", "b", "c", 4], "request ids must be strings, got 4"),
-        (["a"], "4 prompts but 1 request_ids"),
-        ("abcd", "request_ids must be a list of strings, got 'abcd'"),
-    ],
-)
-def test_bad_request_ids_are_refused(model, request_ids, message):
-    engine = engine_of(model)
-    with pytest.raises(ValueError, match=message):
-        engine.generate(PROMPTS, SAMPLING, request_ids=request_ids)
-    assert is_idle(engine)
 
 
 def test_the_id_and_the_stream_of_an_unfinished_request_are_refused(model):
@@ -169,76 +145,6 @@ def test_integers_of_any_kind_are_taken(model, expected):
         assert (completion.finish_reason, completion.token_ids[-1]) == ("stop", last)
 
 
-@pytest.mark.parametrize("eos", ["2", 2.0, [2.0], [None], True])
-def test_an_eos_that_is_no_integer_is_refused(model, eos):
-    with pytest.raises(ValueError, match="each eos_token_id must be an integer in"):
-        RolloutEngine(model, eos_token_id=eos)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ((iter([[1]]), SamplingParams()), "prompts must be a list .* token ids; got a list_it"),
-        (([[1]], None), "sampling must be a SamplingParams or a sequence of them.* got None"),
-        (([[1]], {"n": 2}), "sampling must be a SamplingParams or a sequence of them"),
-        (([[1]], [None]), r"sampling\[0\] must be a SamplingParams, got None"),
-        (([[1], [[1], [2, 3]]], SamplingParams()), "prompt 1 must be a list of integer token ids"),
-        (([[1], ["a"]], SamplingParams()), "prompt 1 must be a list of integer token ids"),
-        (([1, 2], SamplingParams()), "prompt 0 must be a list of integer token ids"),
-        (([[2**70]], SamplingParams()), "prompt 0 must be a list of integer token ids"),
-        (
-            ([[1], [2]], [SamplingParams(), SamplingParams(stop_token_ids=(4, VOCAB))]),
-            "prompt 1 has the stop token id 60, outside the model's vocabulary of 60",
-        ),
-    ],
-)
-def test_a_call_of_another_form_is_refused(model, call, message):
-    engine = engine_of(model)
-    with pytest.raises(ValueError, match=message):
-        engine.generate(*call)
-    assert is_idle(engine)
-
-
-def test_prompt_ids_that_are_no_list_are_refused(model):
-    ids = 3
-    with pytest.raises(ValueError, match="prompt_ids must be a list of integers, got 3"):
-        engine_of(model).generate([[1]], SamplingParams(), prompt_ids=ids)
-
-
-@pytest.mark.parametrize("options", [{"tokenizer": "gpt2"}, {"drafter": 3}])
-def test_parts_of_another_kind_are_refused(model, options):
-    with pytest.raises(TypeError, match=rf"{next(iter(options))} is .*, which has no \w+\(\)"):
-        engine_of(model, **options)
-
-
-def test_a_prefill_of_single_tokens_is_shared_and_moves_nothing(model, expected):
-    engine = engine_of(model, prefill_chunk_size=1)
-    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
-    assert engine.stats.prefix_hit_tokens == 4 + 4 + 12
-
-
-def test_fewer_tokens_than_seats_move_nothing(model, expected):
-    params = [dataclasses.replace(p, speculation=7) for p in SAMPLING]
-    engine = engine_of(model, max_batch_tokens=3)
-    assert content(engine.generate(PROMPTS, params)) == expected
-
-
-def test_a_drafter_that_proposes_what_is_no_token_is_named(model):
-    class Wild:
-        def start(self, token_ids):
-            return self
-
-        def append(self, token_ids): ...
-
-        def propose(self, most):
-            return [VOCAB] * most
-
-    engine = engine_of(model, drafter=Wild())
-    with pytest.raises(ValueError, match="Wild proposed .* vocabulary of 60"):
-        engine.generate(PROMPTS, SamplingParams(speculation=3, max_tokens=8))
-    assert is_idle(engine)
-
-
 # Stop strings.
 
 
@@ -287,11 +193,6 @@ def test_a_stop_string_in_the_prompt_ends_nothing(model):
     texts = [Pairs().decode(c.token_ids) for c in completions]
     for c, text in zip(completions, texts, strict=True):
         assert (c.finish_reason == "stop") == (stop in text)
-
-
-def test_stop_strings_need_a_tokenizer(model):
-    with pytest.raises(ValueError, match=r"prompt 0 has stop strings \('x',\).*give the Rollout"):
-        engine_of(model).generate([[1]], SamplingParams(stop=("x",)))
 
 
 # Logprobs that are not finite.
