@@ -690,9 +690,7 @@ def attention_hopper_bwd(call: BackwardCall) -> None:
         handed = torch.zeros(programs.places, dtype=torch.int32, device=device)
     attention_backward_hopper_kernel[(len(entries),)](
         k, v, dq, dk, dv, sums, handed, chains, statistics, counters, q_desc, do_desc, chain_desc,
-        entries, first_tiles, call.tables.query_start, call.tables.query_len, call.reach,
-        len(query_tiles), call.factor, call.scale, *k.stride()[:2], *v.stride()[:2],
-        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], GROUP=call.group,
-        HEAD_DIM=call.head_dim, DIM=dim, WINDOWED=call.windowed, num_warps=8, maxnreg=168,
-        **OPTIONS,
+        entries, first_tiles, *call.numbers[:2], call.reach, len(query_tiles), call.factor,
+        call.scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
+        *dv.stride()[:2], DIM=dim, num_warps=8, maxnreg=168, **call.shape, **OPTIONS,
     )  # fmt: skip

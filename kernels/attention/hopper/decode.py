@@ -645,10 +645,11 @@ def attention_decode_kernel(
             block = first_slot + (start - low) // KEYS
             write_block(written, block, block_max, part_lanes, product, STORED)
     async_copy.wait_group(0)
+    rows_here, strides = (first_row, kv_head, start_row, q_len), (stride_ot, stride_oh, stride_lse)
     if WHOLE and (not SPLIT or alone):
         write_rows(
-            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, HEAD_DIM, GROUP, stored_layout(DIM), LANES,
+            (OUT, LSE), m, lanes, (acc,), rows_here, strides, HEAD_DIM, GROUP, ((0, DIM),),
+            stored_layout, LANES,
         )  # fmt: skip
     else:
         # A program stores its blocks before it counts itself.
@@ -667,9 +668,8 @@ def attention_decode_kernel(
                 tile_count, HEAD_DIM - column, DIM, FLOATS,
             )  # fmt: skip
             write_rows(
-                OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
-                q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, GROUP,
-                stored_layout(WIDTH), LANES,
+                (OUT + column, LSE), all_m, all_lanes, (all_acc,), rows_here, strides,
+                HEAD_DIM - column, GROUP, ((0, WIDTH),), stored_layout, LANES,
             )  # fmt: skip
 
 
@@ -699,11 +699,10 @@ def attention_decode_fwd(
         call.q, call.k, call.v, call.out, lse, *written, tickets, tiles, *call.numbers,
         tables.block_table, *shared, call.reach, call.factor, tables.block_table.shape[1],
         plan.most_blocks, cut.whole, divided, *call.operand_strides, *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=plan.stored, KEYS=plan.keys,
-        HEAD_DIM=call.head_dim, DIM=plan.columns, BLOCK=call.block_size,
-        WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0, SPLIT=divided > 0,
+        KV_HEADS=call.kv_heads, STORED=plan.stored, KEYS=plan.keys, DIM=plan.columns,
+        BLOCK=call.block_size, SHARED=sums is not None, WHOLE=cut.whole > 0, SPLIT=divided > 0,
         RING=schedule.ring, SLICES=plan.slices, FLOATS=floats_for(schedule.resident),
         SETTLED=call.layout.settled, num_warps=WARPS.value,
         maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
-        launch_cooperative_grid=plan.slices > 1, **OPTIONS,
+        launch_cooperative_grid=plan.slices > 1, **call.shape, **OPTIONS,
     )  # fmt: skip

@@ -40,16 +40,13 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     buffers,
     copy_masked_rows,
     copy_rows,
-    finish_rows,
     halve,
     head_descriptor,
     keep_seen,
     own_stored_layout,
-    places_of,
     start_scores,
     thread_barrier,
-    write_columns,
-    write_lse,
+    write_rows,
 )
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
 from rl_consistency.kernels.attention.schedules import PER_CALL, PREFILL_HOPPER
@@ -446,26 +443,6 @@ def _consume_block(
 
 
 @gluon.jit
-def _write_results(
-    results, m, lanes, acc, first, kv_head, start_row, q_len, strides,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
-    """o and lse of this consumer's rows, first .. of a sequence; see `write_rows`."""
-    PARTS: gl.constexpr = value_parts(DIM)
-    out, lse = finish_rows(m, lanes, acc, OWN_LANES)
-    for i in gl.static_range(len(out)):
-        places = places_of(
-            out[i], first, kv_head, start_row, q_len, GROUP, own_stored_layout(PARTS[i][1])
-        )
-        write_columns(
-            results[0] + PARTS[i][0], out[i], places, strides[0], strides[1],
-            HEAD_DIM - PARTS[i][0], own_stored_layout(PARTS[i][1]),
-        )  # fmt: skip
-        if i == 0:
-            write_lse(results[1], lse, places, strides[2], own_stored_layout(PARTS[i][1]))
-
-
-@gluon.jit
 def _consume(
     given, WHICH: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
     WINDOWED: gl.constexpr,
@@ -546,9 +523,10 @@ def _consume(
         next_start, next_len, next_limit, next_low, next_count = _extent(
             sequence, next_first, place, keys, GROUP, WINDOWED
         )
-        _write_results(
-            results, m, lanes, acc, first, kv_head, start_row, q_len, strides, GROUP, HEAD_DIM, DIM
-        )
+        write_rows(
+            results, m, lanes, acc, (first, kv_head, start_row, q_len), strides, HEAD_DIM, GROUP,
+            value_parts(DIM), own_stored_layout, OWN_LANES,
+        )  # fmt: skip
         kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
         limit, low, tile_count = next_limit, next_low, next_count
 
@@ -633,6 +611,5 @@ def attention_hopper_fwd(call: ForwardCall) -> None:
     attention_hopper_kernel[(programs,)](
         q, v, call.out, call.lse, *boxes, tiles, call.plan.tiles, *call.numbers,
         call.reach, call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
-        GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim, WINDOWED=call.windowed, num_warps=4,
-        maxnreg=168, **OPTIONS,
+        DIM=dim, num_warps=4, maxnreg=168, **call.shape, **OPTIONS,
     )  # fmt: skip

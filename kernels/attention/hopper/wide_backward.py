@@ -342,17 +342,10 @@ def attention_wide_bwd(call: BackwardCall) -> None:
     statistics, _counters = statistics_of(do, call.out, call.lse, call.layout, rows)
     q_desc, do_desc, k_desc, v_desc = (head_descriptor(x, rows, 1, dim) for x in (q, do, k, v))
     numbers = (
-        first_tiles, call.tables.query_start, call.tables.query_len, call.reach, len(stat_tiles),
-        call.factor, call.scale, *k.stride()[:2], *v.stride()[:2],
+        first_tiles, *call.numbers[:2], call.reach, len(stat_tiles), call.factor, call.scale,
+        *k.stride()[:2], *v.stride()[:2],
     )  # fmt: skip
-    shared = {
-        "GROUP": call.group,
-        "HEAD_DIM": call.head_dim,
-        "DIM": dim,
-        "WINDOWED": call.windowed,
-        "maxnreg": 168,
-        **OPTIONS,
-    }
+    shared = {**call.shape, "DIM": dim, "maxnreg": 168, **OPTIONS}
     tiles = call.layout.tiles(device, 1, 2 * rows)
     attention_wide_dq_kernel[(len(tiles) * heads,)](
         k, v, statistics, dq, q_desc, do_desc, k_desc, v_desc, tiles, *numbers, *dq.stride()[:2],
