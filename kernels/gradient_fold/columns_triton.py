@@ -6,7 +6,6 @@ Cost: memory-bound.
 One program adds all steps of a column, and no other program reads what it writes.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ Backward, errors: none; `linear.op` checks, and refuses calls that want a gradie
 Cost: one launch instead of three; each weight is read once.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

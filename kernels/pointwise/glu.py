@@ -17,7 +17,6 @@ Cost: memory-bound; on a GPU one launch each way, of up to about thirty instruct
 Source: Shazeer, GLU Variants Improve Transformer (2020).
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
