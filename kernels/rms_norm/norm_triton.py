@@ -405,7 +405,7 @@ def rms_norm_bwd(
     width, num_rows = x.shape[-1], rstd.shape[0]
     adds = dtotal is not None
     chosen = schedule or pick_backward(width, rows_per_token, num_rows, x.dtype, adds, x.device)
-    dx, sums = _backward_fake(dy, dtotal, x, weight, rstd, rows_per_token, with_sums)
+    dx, sums = _gradients(x, rstd, rows_per_token, with_sums)
     if dx.numel() == 0:
         return dx, sums
     operands = [rows_of(t) for t in (dy, x, dtotal) if t is not None]
@@ -464,18 +464,14 @@ def fits(rows: Rows, width: int, num_rows: int, rows_per_token: int) -> bool:
     return max(reach, num_rows + 2 * STEP * rows_per_token) < 2**31
 
 
-def _backward_fake(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    rows_per_token: int,
-    with_sums: bool,
+def _gradients(
+    x: Tensor, rstd: Tensor, rows_per_token: int, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
     steps = cdiv(rstd.shape[0], STEP * rows_per_token) if with_sums else 0
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, rstd.new_empty((steps, x.shape[-1]))
 
 
-rms_norm_bwd_op = kernel_op(fake=_backward_fake, name="rms_norm_bwd_op")(rms_norm_bwd)
+rms_norm_bwd_op = kernel_op(
+    fake=lambda dy, dtotal, x, weight, *rest: _gradients(x, *rest), name="rms_norm_bwd_op"
+)(rms_norm_bwd)
