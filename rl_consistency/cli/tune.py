@@ -17,9 +17,9 @@ from rl_consistency.cli.verify import DTYPES, chosen_device
 if TYPE_CHECKING:
     import torch
 
+    from rl_consistency.cases.launches import Launch
     from rl_consistency.tuning.measure import Outcome
     from rl_consistency.tuning.tune import TuningReport
-    from rl_consistency.tuning.work import Work
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
 SHOWN = 20
@@ -102,7 +102,7 @@ def line_of(outcome: Outcome) -> str:
     return f"{outcome.work.key}: {times}  {outcome.winner}{known}{withdrawn}"
 
 
-def show(console: Console, report: TuningReport, works: list[Work]) -> None:
+def show(console: Console, report: TuningReport, works: list[Launch]) -> None:
     """The table of the largest gains, what was withdrawn or left out, and the sum."""
     changed = [outcome for outcome in report.outcomes if outcome.winner != outcome.default]
     saved = {outcome.work.entry: _saved(outcome) for outcome in changed}
@@ -130,5 +130,5 @@ def show(console: Console, report: TuningReport, works: list[Work]) -> None:
 
 
 def _saved(outcome: Outcome) -> float:
-    """The share of a step that a winner saves, as `Work.seconds` weighs it."""
+    """The share of a step that a winner saves, as `Launch.seconds` weighs it."""
     return outcome.work.seconds * (1 - 1 / outcome.gain)

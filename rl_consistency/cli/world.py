@@ -186,7 +186,7 @@ def _train(
 
 
 def _run_mutants(worlds: Sequence[int], device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.world.controls import control_cells, judge
+    from rl_consistency.verify.world.cells import control_cells, judge
 
     console, start = Console(), time.perf_counter()
     found, controls = judge(_train(console, control_cells(worlds), 1, device))

@@ -7,16 +7,16 @@ operands. A stock op must fail the same law, or the law proves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.cases.case import Case, Op, as_tuple
-from rl_consistency.cases.launches import Launch
+from rl_consistency.cases.launches import Launch, compare
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
@@ -27,8 +27,6 @@ RowOp = Callable[..., Tensor]
 
 ROW_COUNTS = (2, 7, 15, 16, 17, 33, 64, 65)
 """Rows of a call where no sweep says it."""
-
-_Entry = TypeVar("_Entry")
 
 
 def judged(law: Callable[..., object], *args: object, **options: object) -> Tally:
@@ -112,35 +110,33 @@ def cuts_alike(
             tally.equal(name, expected, actual)
 
 
-def schedules_alike(
-    tally: Tally, name: str, entries: Iterable[_Entry], run: Callable[[_Entry], Tensor]
-) -> Tensor:
-    """Every entry of a table of schedules gives what the first one gives, which is returned.
+def launch_alike(tally: Tally, launch: Launch) -> tuple[Tensor, ...]:
+    """Every schedule of a launch and every other way give the same bytes, which are returned.
 
-    Entries that ask for more resources than the device has are left out; two must remain. That none
-    remains is a ValueError.
+    Schedules that ask for more resources than the device has are left out; two must remain.
     """
+    operands, of = launch.operands(), launch.key
 
-    def fitting(entry: _Entry) -> Tensor | None:
-        try:
-            return run(entry)
-        except OutOfResources:
-            return None
+    def fitting(op: Op) -> None:
+        with suppress(OutOfResources):
+            op(*(x.clone() for x in operands))
 
-    choices = list(entries)
-    compile_ahead(partial(fitting, choice) for choice in choices)
-    first: Tensor | None = None
-    used = 0
-    for choice in choices:
-        found = fitting(choice)
-        if found is not None:
-            used += 1
-            first = found if first is None else first
-            tally.equal(f"{name}, {choice}", first, found)
-    tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(choices)}")
-    if first is None:
-        raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
-    return first
+    compile_ahead(partial(fitting, op) for op in launch.candidates.values())
+    found = compare(launch, operands)
+    for error in found.unable.values():
+        if not isinstance(error, OutOfResources):
+            raise error
+    for name in found.equal:
+        tally.expect(f"{of}, {name}", all(bool(x.isfinite().all()) for x in found.reference))
+    for name, why in found.withdrawn.items():
+        tally.expect(f"{of}, {name}", False, why)
+    used = len(found.equal) + len(found.withdrawn)
+    tally.expect(f"{of}, entries that fit", used >= 2, f"{used} of {len(launch.candidates)}")
+    for way, op in launch.ways.items():
+        results = as_tuple(op(*(x.clone() for x in operands)))
+        for expected, result in zip(found.reference, results, strict=True):
+            tally.equal(f"{of}, {way}", expected, result)
+    return found.reference
 
 
 def case_rows_alike(
@@ -228,38 +224,9 @@ def parameter_of(values: Tensor) -> nn.Parameter:
     return parameter
 
 
-def launch_alike(tally: Tally, launch: Launch) -> Tensor:
-    """Every schedule of a launch and every other way give the same bytes, which are returned. Each
-    call has operands of its own, since it may write into them."""
-    operands = launch.operands()
-
-    def joined(found: Any) -> Tensor:
-        parts = as_tuple(found)
-        return parts[0] if len(parts) == 1 else torch.cat([x.float().flatten() for x in parts])
-
-    def by_schedule(schedule: Any) -> Tensor:
-        return joined(launch.run(schedule, *(x.clone() for x in operands)))
-
-    whole = schedules_alike(tally, launch.name, launch.schedules, by_schedule)
-    for way, op in launch.ways.items():
-        found = joined(op(*(x.clone() for x in operands)))
-        tally.equal(f"{launch.name}, {way}", whole, found)
-    return whole
-
-
 def rows_of(*parts: Tensor) -> Tensor:
     """Results of one call side by side, exactly: [rows, ...] each -> fp32 [rows, columns]."""
     return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
-
-
-def leaf_gradients(
-    op: Callable[..., Tensor | Sequence[Tensor]], operands: Sequence[Tensor], *dys: Tensor
-) -> list[Tensor]:
-    """Gradients of all operands; one of `dys` per output."""
-    leaves = [x.detach().clone().requires_grad_() for x in operands]
-    found = op(*leaves)
-    torch.autograd.backward([found] if isinstance(found, Tensor) else list(found), list(dys))
-    return [x.grad for x in leaves if x.grad is not None]
 
 
 def misaligned(x: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ from rl_consistency.verify.checks import (
     identity,
     ops,
     rollout,
-    routing_schedules,
-    row_schedules,
     schedules,
     whole_model,
 )
@@ -62,19 +60,19 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
 """(claim, subject, what is varied, check) for every op and dtype."""
 
 SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
-    ("matmul", schedules.check_matmul_schedules),
-    ("fused products", schedules.check_fused_product_schedules),
-    ("gradient fold", schedules.check_gradient_fold_schedules),
-    ("attention", schedules.check_attention_schedules),
-    ("token_logprobs", schedules.check_token_logprobs_schedules),
-    ("glu", row_schedules.check_glu_schedules),
-    ("rotary", row_schedules.check_rotary_schedules),
-    ("rms_norm", row_schedules.check_rms_norm_schedules),
-    ("gradient rows", row_schedules.check_gradient_row_schedules),
-    ("sampling", row_schedules.check_sampling_schedules),
-    ("router", routing_schedules.check_router_schedules),
-    ("experts", routing_schedules.check_expert_schedules),
-    ("experts backward", routing_schedules.check_expert_gradient_schedules),
+    ("matmul", schedules.check_matmul),
+    ("fused products", partial(schedules.check_launches, of=schedules.fused_products)),
+    ("gradient fold", partial(schedules.check_launches, of=schedules.gradient_folds)),
+    ("attention", partial(schedules.check_launches, of=schedules.attention)),
+    ("token_logprobs", partial(schedules.check_launches, of=schedules.token_logprobs)),
+    ("glu", partial(schedules.check_launches, of=schedules.gated)),
+    ("rotary", partial(schedules.check_launches, of=schedules.rotation)),
+    ("rms_norm", partial(schedules.check_launches, of=schedules.norms)),
+    ("gradient rows", partial(schedules.check_launches, of=schedules.gradient_rows)),
+    ("sampling", schedules.check_sampling),
+    ("router", partial(schedules.check_launches, of=schedules.router)),
+    ("experts", partial(schedules.check_launches, of=schedules.experts)),
+    ("experts backward", partial(schedules.check_launches, of=schedules.experts_backward)),
 )
 """(op, check) for the tables of schedules of all ops; on a GPU only: the CPU has one schedule per
 op."""

@@ -29,7 +29,7 @@ from rl_consistency.parity.gradients import (
 )
 from rl_consistency.parity.sides import PagedCall, cache_arguments
 from rl_consistency.parity.taps import tapped
-from rl_consistency.verify.checks.paged_calls import paged_plans, paged_rows
+from rl_consistency.verify.checks.attention import paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.sweep import Sweep, padded, split
 
