@@ -16,7 +16,7 @@ from torch import nn
 
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
-from rl_consistency.cases.expert_launches import expert_fold, expert_product
+from rl_consistency.cases.experts import expert_fold, expert_product
 from rl_consistency.cases.launches import Launch, outer, product
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import MOST_ROWS, rows_bucket

@@ -22,9 +22,6 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.claims import Tally
 
-RowOp = Callable[..., Tensor]
-"""Maps tensors of n rows to a tensor of n rows."""
-
 ROW_COUNTS = (2, 7, 15, 16, 17, 33, 64, 65)
 """Rows of a call where no sweep says it."""
 
@@ -37,10 +34,10 @@ def judged(law: Callable[..., object], *args: object, **options: object) -> Tall
 
 
 def rows_alike(
-    tally: Tally, name: str, op: RowOp, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
+    tally: Tally, name: str, op: Op, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
 ) -> None:
     """A row alone and among others is the same bytes, in calls of `counts` rows, and in many orders
-    and storages. Row i of all inputs [rows, ...] belongs together."""
+    and storages. `op` maps inputs [rows, ...] to a tensor of as many rows."""
     rows, device = len(inputs[0]), inputs[0].device
     alone = torch.cat([op(*(x[i : i + 1] for x in inputs)) for i in range(rows)]).detach()
 
@@ -61,53 +58,6 @@ def rows_alike(
     strided = op(*(x.repeat_interleave(2, dim=0)[::2] for x in inputs)).detach()
     tally.equal(f"{name}, strided storage", alone, strided)
     tally.equal(f"{name}, misaligned storage", alone, op(*map(misaligned, inputs)).detach())
-
-
-def cuts_alike(
-    tally: Tally,
-    parameters: Sequence[nn.Parameter],
-    backward: Callable[..., object],
-    inputs: Sequence[Tensor],
-    filler: Sequence[float] | None = None,
-) -> None:
-    """Parameter gradients of one call are those of the same tokens cut, filled and repeated.
-
-    `backward` runs forward and backward over some rows of every input [rows, ...]. `filler` is the
-    value of each input's filler rows, whose gradient must be zero; None: all zero.
-    """
-    rows = len(inputs[0])
-    values = filler or [0.0] * len(inputs)
-
-    def gradients(cuts: Sequence[int], steps: int = 0) -> list[Tensor]:
-        for parameter in parameters:
-            parameter.grad = None
-        for begin, end in pairwise([0, *cuts, rows]):
-            # Whole steps of filler, its own last step completed first.
-            more = -(end - begin) % STEP + steps * STEP if steps else 0
-            backward(
-                *(
-                    torch.cat([x[begin:end], x.new_full((more, *x.shape[1:]), value)])
-                    for x, value in zip(inputs, values, strict=True)
-                )
-            )
-        return [p.grad.clone() for p in parameters if p.grad is not None]
-
-    whole = gradients(())
-    tally.expect("every parameter has a gradient", len(whole) == len(parameters))
-    half = STEP * (rows // STEP // 2)
-    uneven = sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0})
-    ways: dict[str, tuple[Sequence[int], int]] = {
-        "run again": ((), 0),
-        "one step a call": (range(STEP, rows, STEP), 0),
-        "the first step apart": ((STEP,), 0),
-        "two calls": ((half,), 0),
-        "uneven cuts": (uneven, 0),
-        "filler of 1 step": ((), 1),
-        "cut, filler of 3 steps": ((half,), 3),
-    }
-    for name, (cuts, steps) in ways.items():
-        for expected, actual in zip(whole, gradients(cuts, steps), strict=True):
-            tally.equal(name, expected, actual)
 
 
 def launch_alike(tally: Tally, launch: Launch) -> tuple[Tensor, ...]:
@@ -177,25 +127,50 @@ def case_ways_alike(tally: Tally, case: Case, rows: int) -> None:
 
 
 def case_cuts_alike(tally: Tally, case: Case, rows: int, op: Op | None = None) -> None:
-    """`cuts_alike` of a case's parameters; of `op`, which has no buffers, in its place."""
-    operands = case.draw(rows, 1)
-    own, inputs = operands[len(case.rows) :], operands[: len(case.rows)]
+    """Gradients of a case's parameters in one call are those of the same tokens cut, with filler
+    rows, whose gradient is zero, and repeated; of `op`, which has no buffers, in its place."""
+    operands, dys = case.draw(rows, 1), case.draw_dys(rows, 1)
+    count = len(case.rows)
+    inputs = (*operands[:count], *dys)
+    filler = [case.filler.get(name, 0.0) for name in case.rows] + [0.0] * len(dys)
     shared = [
         parameter_of(x) if name in case.parameters else x
-        for name, x in zip(case.shared, own, strict=True)
+        for name, x in zip(case.shared, operands[count:], strict=True)
     ]
     parameters = [x for x in shared if isinstance(x, nn.Parameter)]
     names = [f"{name}_grad" for name in case.parameters]
     buffers = dict(zip(names, map(GradientBuffer, parameters), strict=True)) if op is None else {}
-    run = op or case.call
 
-    def backward(*xs: Tensor) -> None:
-        found = as_tuple(run(*xs[: len(inputs)], *shared, **buffers))
-        _backward(found, xs[len(inputs) :])
+    def gradients(cuts: Sequence[int], steps: int = 0) -> list[Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        for begin, end in pairwise([0, *cuts, rows]):
+            # Whole steps of filler, its own last step completed first.
+            more = -(end - begin) % STEP + steps * STEP if steps else 0
+            xs = [
+                torch.cat([x[begin:end], x.new_full((more, *x.shape[1:]), value)])
+                for x, value in zip(inputs, filler, strict=True)
+            ]
+            found = (op or case.call)(*xs[:count], *shared, **buffers)
+            _backward(as_tuple(found), xs[count:])
+        return [p.grad.clone() for p in parameters if p.grad is not None]
 
-    dys = case.draw_dys(rows, 1)
-    filler = [case.filler.get(name, 0.0) for name in case.rows] + [0.0] * len(dys)
-    cuts_alike(tally, parameters, backward, (*inputs, *dys), filler)
+    whole = gradients(())
+    tally.expect("every parameter has a gradient", len(whole) == len(parameters))
+    half = STEP * (rows // STEP // 2)
+    uneven = sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0})
+    ways: dict[str, tuple[Sequence[int], int]] = {
+        "run again": ((), 0),
+        "one step a call": (range(STEP, rows, STEP), 0),
+        "the first step apart": ((STEP,), 0),
+        "two calls": ((half,), 0),
+        "uneven cuts": (uneven, 0),
+        "filler of 1 step": ((), 1),
+        "cut, filler of 3 steps": ((half,), 3),
+    }
+    for name, (cuts, steps) in ways.items():
+        for expected, actual in zip(whole, gradients(cuts, steps), strict=True):
+            tally.equal(name, expected, actual)
 
 
 def case_gradients(

@@ -127,7 +127,7 @@ def process_checks(device: torch.device = CPU) -> list[Check]:
 
 def op_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every op in one dtype, at one set of sizes."""
-    return [_op_check(*row, setup) for row in OP_CHECKS]
+    return _op_checks(OP_CHECKS, setup)
 
 
 def schedule_checks_in(setup: OpSetup) -> list[Check]:
@@ -135,7 +135,7 @@ def schedule_checks_in(setup: OpSetup) -> list[Check]:
     if setup.device.type != "cuda":
         return []
     what = "every entry of the table"
-    return [_op_check("C1", f"schedules: {op}", what, body, setup) for op, body in SCHEDULE_CHECKS]
+    return _op_checks([("C1", f"schedules: {op}", what, c) for op, c in SCHEDULE_CHECKS], setup)
 
 
 @contextmanager
@@ -153,9 +153,10 @@ def chain_rows(dtype: torch.dtype) -> list[tuple[str, str, str, ChainCheck]]:
     return [row for row in CHAIN_CHECKS if row[0] != "C3" or dtype != torch.float16]
 
 
-def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
+def _op_checks(rows: Sequence[tuple[str, str, str, OpCheck]], setup: OpSetup) -> list[Check]:
     scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
-    return _check(claim, subject, what, _with_settings, scope, check=body, setup=setup)
+    given = {"body": _with_settings, "scope": scope, "setup": setup}
+    return [_check(claim, op, what, check=check, **given) for claim, op, what, check in rows]
 
 
 def _with_settings(tally: Tally, check: OpCheck, setup: OpSetup) -> None:
@@ -194,7 +195,7 @@ def jobs_of(targets: Sequence[Target]) -> list[Job]:
     return jobs
 
 
-def _jobs_of_ops(setups: Sequence[OpSetup]) -> list[Job]:
+def _jobs_of_ops(setups: Sequence[OpSetup]) -> Iterator[Job]:
     """One job for each op's check, at all sizes of a dtype: they share what has to be compiled."""
     # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
     real = [s for s in setups if s.shapes.name]
@@ -203,12 +204,10 @@ def _jobs_of_ops(setups: Sequence[OpSetup]) -> list[Job]:
         *zip(*map(schedule_checks_in, real or setups), strict=True),
     ]
     table = max((s.shapes.vocab_size * s.shapes.hidden_size for s in real), default=0)
-    jobs = []
     for checks in by_op:
         key, memory = checks[0].key, OP_BYTES if real else TINY_BYTES
         memory += table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
-        jobs.append(Job(scope=key, memory=memory, open=partial(nullcontext, [*checks])))
-    return jobs
+        yield Job(scope=key, memory=memory, open=partial(nullcontext, [*checks]))
 
 
 def run_checks(

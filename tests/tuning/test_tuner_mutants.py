@@ -84,7 +84,8 @@ def test_a_cache_that_trusts_what_it_knows_is_caught(tuned, store, monkeypatch):
     def trusting(work, operands, only):
         if set(only) == set(work.candidates):
             return launches.compare(work, operands)
-        return launches.Comparison((), {name: work.candidates[name] for name in only}, {}, {})
+        blind = {name: work.candidates[name] for name in only}
+        return launches.Comparison((), work.default, blind, {}, {})
 
     monkeypatch.setattr(measure, "compare", trusting)
     assert not finds_the_wrong_one(tuned())

@@ -5,7 +5,7 @@ import torch
 
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
-from rl_consistency.cases.expert_launches import expert_fold, expert_product
+from rl_consistency.cases.experts import expert_fold, expert_product
 from rl_consistency.cases.launches import compare
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Heads
-from rl_consistency.cases.expert_launches import Routing, expert_fold, expert_product
-from rl_consistency.cases.experts import EXPERTS, TOP_K
+from rl_consistency.cases.experts import EXPERTS, TOP_K, Routing, expert_fold, expert_product
 from rl_consistency.cases.launches import Launch, candidates
 from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import KINDS, head_probe, sampling_in_turn
