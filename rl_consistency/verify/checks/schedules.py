@@ -27,6 +27,7 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
     SharedRun,
 )
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.attention.schedules import Cut, admits
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.experts.pairs_triton import combine_fwd, pair_bwd
@@ -292,7 +293,7 @@ def attention(setup: OpSetup) -> Iterator[Launch]:
         parts = [decoded(n)[:2] for n in LENGTHS]
         for call in paged_calls(parts, block_size=16, **cache_of(shape, qkv[0])):
             q, k, v = call_operands(samples, call)
-            call.paged.write(0, k, v)
+            write_cache(call.paged, 0, k, v)
             given = [q, *cached_rows(call.paged, 0)]
             yield _attention_forward(shape, call.paged, given, tables.DECODE + tables.PREFILL)
             yield from _shared_keys(shape, call.paged, given)
