@@ -1,5 +1,7 @@
 """The sum over leaves has the bits of a plain left fold on one to four ranks; mutants have not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +14,20 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.verify.mutants.sums import (
     ContiguousLeaves,
-    FillerAdded,
     LowPrecision,
     OtherRankOrder,
     RankApart,
     StockSum,
 )
+
+
+class FillerAdded(OrderedSum):
+    """A rank without a part sends its zeros."""
+
+    def __init__(self, world, order):
+        super().__init__(world, order)
+        self.rounds = [replace(r, senders=world.size) for r in self.rounds]
+
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "up": (6, 4), "head": (11,)}
 SEQUENCES = 17
