@@ -31,7 +31,7 @@ from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.block_manager import KVCache
 from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
-from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, most_new_blocks, width_for
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
 from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
 from rl_consistency.rollout.device.random_stream import device_uniforms
@@ -244,7 +244,7 @@ class ModelRunner:
                 order, runs = arrangement
                 indices = [indices[i] for i in order]
         chunks = [group[index] for index in indices]
-        call = RaggedCall.of(chunks, state, most=most_new_blocks(width, self.block_size))
+        call = RaggedCall.of(chunks, state)
         shape = graphs.shape_for(
             len(chunks),
             width,
