@@ -178,7 +178,7 @@ class StaticCall:
 
     @property
     def values(self) -> Tensor:
-        """What the last run sampled, [2 or 4, rows] int32."""
+        """What the last run sampled, [2 or 3, rows] int64."""
         assert self._values is not None, "the call was not run"
         return self._values
 

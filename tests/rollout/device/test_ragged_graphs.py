@@ -20,7 +20,6 @@ from rl_consistency.rollout.device.ragged_graphs import (
     most_rows,
     sampled_bucket_of,
 )
-from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.verify.presets import build_preset
 from tests.rollout.device.launches import (
     PLAIN,
@@ -28,31 +27,10 @@ from tests.rollout.device.launches import (
     UncapturedRagged,
     admitted,
     ahead,
+    prefilled,
     runner_of,
     whole,
 )
-
-
-def prefilled(runner, lengths, params=PLAIN, cut=0):
-    """What prefill in two calls, cut at `cut` tokens of each sequence, and one step after it give;
-    several times, so that the last runs through captured calls."""
-    found = []
-    for _ in range(CAPTURED_AT + 1):
-        sequences = admitted(runner, lengths, params)
-        if cut:
-            first = [ScheduledChunk(s, 0, cut, False) for s in sequences if s.num_tokens > cut]
-            assert runner.launch(first).wait() == []
-            chunks = [
-                ScheduledChunk(s, c, s.num_tokens - c, True)
-                for s in sequences
-                for c in [cut if s.num_tokens > cut else 0]
-            ]
-        else:
-            chunks = whole(sequences)
-        steps = [runner.launch(chunks), runner.launch(ahead(sequences, 0))]
-        found.append([step.wait() for step in steps])
-    assert all(each == found[0] for each in found)
-    return found[0]
 
 
 def graphs_of(runner):
@@ -96,7 +74,7 @@ def test_results_of_a_failed_request_do_not_stay(model, monkeypatch):
     clear = PaddedCall.clear
     monkeypatch.setattr(PaddedCall, "clear", lambda c, n: (used.append(n), clear(c, n))[1])
     assert prefilled(captured, [5, 9]) == expected
-    assert used == [14, 2] * (CAPTURED_AT + 1)
+    assert used == [14, 2, 2] * (CAPTURED_AT + 1)
 
 
 def padding_in_a_real_slot(call):
