@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -13,6 +12,7 @@ from rl_consistency.numerics.files import write_whole
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.run_directory.step_files import plain
 
 SUMMARY_STEPS = 5
 """Most steps at either end of a run whose mean reward the summary shows; never one at both."""
@@ -77,7 +77,5 @@ def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`, all or nothing; non-finite numbers as the strings nan, inf and -inf."""
-    numbers = {k: v for k, v in summary.items() if isinstance(v, float)}
-    nonfinite = {k: str(v) for k, v in numbers.items() if not math.isfinite(v)}
-    text = json.dumps({**summary, **nonfinite}, indent=2, allow_nan=False)
+    text = json.dumps(plain(summary), indent=2, allow_nan=False)
     write_whole(directory / "summary.json", text + "\n")

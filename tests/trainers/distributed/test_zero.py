@@ -12,10 +12,11 @@ from rl_consistency.models import patch as patch_module
 from rl_consistency.models.sharding import is_shard
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run_directory.step_files import read_metrics
-from rl_consistency.trainers.strategies import build, strategy, zero
+from rl_consistency.trainers.strategies import strategy, zero
 from rl_consistency.verify.mutants.sums import LowPrecision
 from rl_consistency.verify.world.cells import RELEASED
 from tests.trainers.distributed.runs import LEAVES, digest_of, digests
@@ -158,7 +159,7 @@ def test_one_process_needs_no_launcher_and_looks_at_the_model_a_few_times(run_ra
 
 
 def test_a_run_without_deepspeed_says_how_to_install_it(tiny_run, monkeypatch):
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'rl-consistency\[deepspeed\]'") as error:
         tiny_run(**{"training.strategy": "zero2"})
     assert "\n" not in str(error.value) and not (tiny_run.directory / "run").exists()
