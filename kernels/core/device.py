@@ -1,4 +1,4 @@
-"""Facts that decide which schedule runs: the GPU's, and whether operands fit tile descriptors.
+"""Facts that decide which schedule runs: the GPU's, and how operands lie in its memory.
 
 State: this module reads a device's facts once per process and caches them.
 """
@@ -63,6 +63,11 @@ def takes_descriptors(*tensors: Tensor) -> bool:
             if pitch < width or pitch * itemsize % DESCRIPTOR_BYTES:
                 return False
     return True
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """`tensor` itself if its last dimension is dense, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @cache

@@ -67,7 +67,8 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
         buffer.copy_(whole)
         return
     if buffer.is_cuda:
-        require_operands("gradient_fold", dy=dy, x=x)
+        if (dy.dtype, dy.device) != (x.dtype, x.device):
+            require_operands("gradient_fold", dy=dy, x=x)
         if not (fresh and outer_from_zero(dy, x, buffer)):
             outer_triton.gradient_fold_outer(buffer, dy, x, fresh)
         return

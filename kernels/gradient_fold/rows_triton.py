@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 RANKED_TOKENS = 16384

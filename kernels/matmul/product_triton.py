@@ -27,10 +27,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
+from rl_consistency.kernels.reduction.tree_fold_triton import halves, matrix_step, no_steps
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of one program on sm_90. Pointer schedules use at most 99 KB."""
@@ -92,8 +92,7 @@ def tma_tile(
     if SWAP:
         acc = acc.T
     if SPLIT:
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_N // 2)
         left = add_bias(left, bias_ptr, columns, N, HAS_BIAS)
         c_desc.store([row, column], left.to(c_desc.dtype))

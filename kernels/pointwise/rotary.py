@@ -29,9 +29,10 @@ import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows, require_operands
+from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.core.torch_op import kernel_op
 

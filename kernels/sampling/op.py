@@ -27,7 +27,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.sampling.draw_triton import vocabulary_draw, vocabulary_logprobs

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.launch import cdiv
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.sampling.statistics_triton import (

@@ -20,9 +20,16 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import FP32_STEP, matrix_step, no_steps
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, exp_fp32
+from rl_consistency.kernels.matmul.product_triton import tile_position
+from rl_consistency.kernels.reduction.tree_fold_triton import (
+    LOG2E,
+    exp_fp32,
+    halves,
+    matrix_step,
+    no_steps,
+)
 from rl_consistency.kernels.sampling.statistics_triton import (
     VOCABULARY_BLOCK,
     block_statistics,
@@ -41,17 +48,6 @@ TARGET_ROWS = 64  # rows per program of `target_kernel`
 ELEMENTWISE_COLUMNS = 2048  # entries of one program that reads logits from memory
 TABLE_ROWS = 128  # rows of one program that handles a few numbers per row
 OUTSIDE = tl.constexpr(-1.0e38)  # for columns past the vocabulary: finite, and its exp is 0
-
-
-@triton.jit
-def tile_position(tile, num_rows, vocabulary, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP):
-    """First row and column of a tile: GROUP row tiles are walked before the next column tile."""
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    width = GROUP * tl.cdiv(vocabulary, BLOCK_N)
-    group = tile // width
-    within = tile % width
-    tall = tl.minimum(tiles_m - group * GROUP, GROUP)
-    return (group * GROUP + within % tall) * BLOCK_M, (within // tall) * BLOCK_N
 
 
 @triton.jit
@@ -83,12 +79,6 @@ def logits_tile(
 
 
 @triton.jit
-def halves(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> left and right [R, N // 2]."""
-    return tl.split(tl.permute(tl.reshape(x, (R, 2, N // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def reduce_block(
     z, temperature, partials, row, column, num_rows, vocabulary, num_blocks, plane,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -115,7 +105,8 @@ def statistics_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        tile_m, tile_n = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         z = logits_tile(
             hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
             TMA, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -277,7 +268,8 @@ def gradient_kernel(
     """Store a tile in two halves, which leaves shared memory for the operands."""
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        tile_m, tile_n = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         z = logits_tile(
             hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
             TMA, BLOCK_M, BLOCK_N, BLOCK_K,
