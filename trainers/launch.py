@@ -87,9 +87,9 @@ def check_machine(config: RunConfig) -> RunConfig:
 def join(config: RunConfig) -> World:
     """This process among those of the run; a group of processes is made where there is none yet."""
     timeout = timedelta(seconds=config.run.collective_timeout)
-    cpu, handlers = config.run.device == "cpu", [InitProcessGroupKwargs(timeout=timeout)]
+    cpu, handlers = config.run.device == "cpu", InitProcessGroupKwargs(timeout=timeout)
     try:
-        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=handlers)
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[handlers])
     except dist.DistError as error:
         raise CollectiveError(
             f"not all processes of this run came within run.collective_timeout="

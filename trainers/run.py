@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from rl_consistency.distributed.world import World, require_same_facts
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import whole_weights
@@ -74,12 +72,7 @@ from rl_consistency.trainers.run_directory.inputs import (
     settings,
 )
 from rl_consistency.trainers.run_directory.step_files import StepFiles
-from rl_consistency.trainers.run_directory.summary import (
-    named_summary,
-    passed,
-    summary_of,
-    write_summary,
-)
+from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking.tracked_steps import take_steps
 from rl_consistency.trainers.tracking.trackers import RunOutput, TrackerSet, trackers_of
@@ -322,20 +315,15 @@ class _Run:
         """Write the checkpoint of a step. Every rank calls it."""
         tensors = {"optimizer": self.optimizer.tensors()}
         tensors |= self.critic.saved() if self.critic else {}
-        with whole_weights(self.model):
-            self.world.from_first("the checkpoint", lambda: self._write(step, end, tensors))
-
-    def _write(self, step: int, end: StepEnd, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         extra = {
             "random_state": end.random_state,
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
-            "step_files": self.step_files.state(),
             "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),
         }
-        save_checkpoint(
+        write = lambda: save_checkpoint(  # noqa: E731
             self.directory / CHECKPOINTS,
             step=step,
             model=self.model,
@@ -343,10 +331,12 @@ class _Run:
             **tensors,
             schedule=self.optimizer.schedule_state(),
             totals=end.totals,
-            extra=extra,
+            extra=extra | {"step_files": self.step_files.state()},
             fingerprint=self.continued_under,
             keep=self.config.training.keep_checkpoints,
         )
+        with whole_weights(self.model):
+            self.world.from_first("the checkpoint", write)
 
     def summarize(self) -> dict[str, Any]:
         """Write `summary.json` and return it."""
@@ -355,9 +345,13 @@ class _Run:
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:
             found["critic_digest"] = self.critic.digest
-        summary = named_summary(self.config, found, seconds, self.world.size, self.fingerprint)
-        write_summary(self.directory, summary)
-        return summary
+        return write_summary(
+            self.config,
+            found,
+            seconds=seconds,
+            processes=self.world.size,
+            fingerprint=self.fingerprint,
+        )
 
     def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
         given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)

@@ -22,7 +22,6 @@ from pydantic import (
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.numerics.strict import OPS, Strictness, current, strict
 from rl_consistency.parity.foreign_drift import Trainer
-from rl_consistency.trainers.data.arithmetic import check_parameters
 from rl_consistency.trainers.data.examples import OverlongPrompts
 
 LARGEST = 1e30
@@ -305,7 +304,11 @@ class ArithmeticSection(RecipeSection):
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
-        check_parameters(self.num_terms, self.max_value)
+        if (sums := self.max_value**self.num_terms) < 64:
+            raise ValueError(
+                f"{self.num_terms} terms up to {self.max_value} make only {sums} sums, too few for "
+                "two disjoint splits: raise num_terms or max_value"
+            )
         return self
 
 

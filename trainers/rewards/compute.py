@@ -50,11 +50,6 @@ def compute_rewards(
     RewardError, naming function and sample, when a function raises, takes too long, or does not
     return one finite number within float32 for each completion.
     """
-    for what, given in (("completions", completions), ("lists of token_ids", token_ids)):
-        if given is not None and len(given) != len(examples):
-            raise ValueError(f"{len(given)} {what} for {len(examples)} examples")
-    if token_ids is None and any(term.signature == "trl" for term in functions):
-        raise ValueError("a reward function of signature trl needs token_ids")
     batch = _Batch(examples, completions, token_ids or [[]] * len(examples), timeout)
     total = [0.0] * len(completions)
     by_function: dict[str, list[float]] = {}

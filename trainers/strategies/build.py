@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 
 from rl_consistency.distributed.world import World
@@ -9,14 +12,12 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
 from rl_consistency.trainers.strategies.strategy import Replicated, Strategy
-from rl_consistency.trainers.strategies.zero import Zero1, Zero2, Zero3
+from rl_consistency.trainers.strategies.zero import Zero
 
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "replicated": Replicated,
     "fsdp2": FSDP2,
-    "zero1": Zero1,
-    "zero2": Zero2,
-    "zero3": Zero3,
+    **{f"zero{stage}": partial(Zero, stage=stage) for stage in (1, 2, 3)},
 }
 
 

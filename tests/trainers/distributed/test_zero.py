@@ -109,7 +109,7 @@ def parts(world, tree):
     """What each stage makes of one policy."""
     zero.ZERO_OPTIMIZATION |= RELEASED
     config, found = RunConfig.model_validate(tree), []
-    for stage in (zero.Zero1, zero.Zero2, zero.Zero3):
+    for stage in (1, 2, 3):
         policy, _ = load_policy(config.policy, config.tokenizer, seed=3)
         with torch.no_grad():
             policy.get_parameter("model.embed_tokens.weight")[7] = -0.0
