@@ -345,13 +345,7 @@ class _Run:
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:
             found["critic_digest"] = self.critic.digest
-        return write_summary(
-            self.config,
-            found,
-            seconds=seconds,
-            processes=self.world.size,
-            fingerprint=self.fingerprint,
-        )
+        return write_summary(self.config, found, seconds, self.world.size, self.fingerprint)
 
     def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
         given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)

@@ -50,7 +50,6 @@ def passed(summary: Mapping[str, Any]) -> bool:
 def write_summary(
     config: RunConfig,
     found: Mapping[str, Any],
-    *,
     seconds: float,
     processes: int,
     fingerprint: Fingerprint,

@@ -69,9 +69,8 @@ class Zero(Strategy):
             self._stack = stack.pop_all()
         zero = self.model.optimizer
         own = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
-        self._partitions = {
-            f"partition {index}": part for index, part in enumerate(getattr(zero, own))
-        }
+        flat = getattr(zero, own)
+        self._partitions = {f"partition {index}": part for index, part in enumerate(flat)}
         self._places = {name: self._place(name) for name in self._parameters}
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ def parts(world, tree):
             policy.get_parameter("model.embed_tokens.weight")[7] = -0.0
         before = parameter_digest(policy)
         with patch_module.patch(policy, grad_dtype=torch.float32):
-            ranks = stage(world, PartOrder(4), policy)
+            ranks = zero.Zero(world, PartOrder(4), policy, stage=stage)
             masters = ranks.masters()
             whole = parameter_digest(dict(ranks.whole(ranks.pieces(masters))))
             kept = sum(map(len, masters.values())) / sum(ranks.numels.values())
