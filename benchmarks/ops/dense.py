@@ -19,9 +19,9 @@ from benchmarks.timing import Call, Contestant, Machine, Race
 from benchmarks.tune.shipped import winners_of
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import rows_bucket
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer

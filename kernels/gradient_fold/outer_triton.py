@@ -8,7 +8,6 @@ A program loads its tile of the gradient, continues it and stores it. No program
 reads, and no addition is atomic.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ Cost: one launch for all gradients of one kind, which reads each once; elements 
     changed are not written.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ adds one longer run, with many tokens in flight. It stands at every GAP-th posit
 longer run contains a mark, and the program at its first mark adds it.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 

@@ -208,7 +208,7 @@ def pick(
         return found
     if fp32:
         return _pick_fp32(m)
-    return _cheapest(m, n, k) if tma else _pick_pointer(m, n)
+    return min(fitting(m), key=lambda s: expected_us(s, m, n, k)) if tma else _pick_pointer(m, n)
 
 
 def expected_us(schedule: Schedule, m: int, n: int, k: int) -> float:
@@ -233,10 +233,6 @@ def fitting(m: int) -> list[Schedule]:
         for s in DESCRIBED
         if s.block_m <= max(32, 4 * m) and s.block_m * s.block_n >= 4 * min(m, 1024)
     ]
-
-
-def _cheapest(m: int, n: int, k: int) -> Schedule:
-    return min(fitting(m), key=lambda s: expected_us(s, m, n, k))
 
 
 def _pick_pointer(m: int, n: int) -> Schedule:

@@ -16,7 +16,6 @@ its positions up there, so an angle does not depend on the other tokens of the c
 Source: Su et al., RoFormer (2021); the half-split pairing is that of the Hugging Face models.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

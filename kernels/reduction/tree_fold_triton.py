@@ -10,7 +10,6 @@ differ. The halving tree is therefore written out: element i + N/2 is added to e
 halved. It is the tree of `row_reduction` over a power of two.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 

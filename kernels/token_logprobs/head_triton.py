@@ -51,6 +51,19 @@ OUTSIDE = tl.constexpr(-1.0e38)  # for columns past the vocabulary: finite, and 
 
 
 @triton.jit
+def pointer_steps(a_at, b_at, a_in, b_in, width, acc, BLOCK_K: tl.constexpr):
+    """acc + a [M, width] b [width, N], read from pointers to their first BLOCK_K columns and rows
+    where the masks [M, 1] and [1, N] are set."""
+    inner = tl.arange(0, BLOCK_K)
+    for k in range(tl.cdiv(width, BLOCK_K)):
+        left = width - k * BLOCK_K
+        a = tl.load(a_at + k * BLOCK_K, mask=a_in & (inner < left)[None, :], other=0.0)
+        b = tl.load(b_at + k * BLOCK_K, mask=b_in & (inner < left)[:, None], other=0.0)
+        acc = matrix_step(a, b, acc)
+    return acc
+
+
+@triton.jit
 def logits_tile(
     hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -70,11 +83,7 @@ def logits_tile(
         b_at = weight + columns.to(tl.int64)[None, :] * weight_stride + inner[:, None]
         a_in = (rows < num_rows)[:, None]
         b_in = (columns < vocabulary)[None, :]
-        for k in range(tl.cdiv(width, BLOCK_K)):
-            left = width - k * BLOCK_K
-            a = tl.load(a_at + k * BLOCK_K, mask=a_in & (inner < left)[None, :], other=0.0)
-            b = tl.load(b_at + k * BLOCK_K, mask=b_in & (inner < left)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = pointer_steps(a_at, b_at, a_in, b_in, width, acc, BLOCK_K)
     return acc
 
 
@@ -113,20 +122,11 @@ def statistics_kernel(
         )  # fmt: skip
         rows = row + tl.arange(0, BLOCK_M)
         t = tl.load(temperature + rows, mask=rows < num_rows, other=1.0)
-        if BLOCK_N == VOCABULARY_BLOCK:
+        parts = (z,) if BLOCK_N == VOCABULARY_BLOCK else halves(z, BLOCK_M, BLOCK_N)
+        for half in tl.static_range(BLOCK_N // VOCABULARY_BLOCK):
             reduce_block(
-                z, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT, BLOCK_M
-            )
-        else:
-            left, right = halves(z, BLOCK_M, BLOCK_N)
-            reduce_block(
-                left, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT,
-                BLOCK_M,
-            )  # fmt: skip
-            column += VOCABULARY_BLOCK
-            reduce_block(
-                right, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT,
-                BLOCK_M,
+                parts[half], t, partials, row, column + half * VOCABULARY_BLOCK, num_rows,
+                vocabulary, num_blocks, plane, UNIT, BLOCK_M,
             )  # fmt: skip
 
 
@@ -146,11 +146,7 @@ def target_kernel(
     a_at = hidden + row.to(tl.int64)[:, None] * hidden_stride + inner[None, :]
     b_at = weight + target[None, :] * weight_stride + inner[:, None]
     acc = no_steps(ROWS, ROWS, hidden.dtype.element_ty)
-    for k in range(tl.cdiv(width, BLOCK_K)):
-        left = width - k * BLOCK_K
-        a = tl.load(a_at + k * BLOCK_K, mask=mask[:, None] & (inner < left)[None, :], other=0.0)
-        b = tl.load(b_at + k * BLOCK_K, mask=inside[None, :] & (inner < left)[:, None], other=0.0)
-        acc = matrix_step(a, b, acc)
+    acc = pointer_steps(a_at, b_at, mask[:, None], inside[None, :], width, acc, BLOCK_K)
     s = scaled_logits(acc.to(tl.float32), tl.load(temperature + row, mask=mask, other=1.0), UNIT)
     diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
     # Adding -0 changes no number, not even +0, so any order of this sum gives the diagonal's bits.
