@@ -31,7 +31,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
-from rl_consistency.tuning.work import fewer_rows, with_fewer, work_of
+from rl_consistency.tuning.policy_works import fewer_rows, with_fewer
 
 GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
@@ -88,8 +88,7 @@ def tuned_product(
     """`product` once `tune` has measured its bucket of rows, as it does for a policy."""
     bucket, setting = rows_bucket(m), Setting(dtype=torch.bfloat16, device=bench.device)
     largest, fewer = (
-        work_of(launches.product(setting, layout, rows, n, k))
-        for rows in (bucket, fewer_rows(bucket))
+        launches.product(setting, layout, rows, n, k) for rows in (bucket, fewer_rows(bucket))
     )
     (work,) = with_fewer([largest], [fewer])
     with winners_of(bench, [work]):
