@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.ops.dense import normal
 from benchmarks.ops.elementwise import gradients
 from benchmarks.timing import Call, Contestant, Machine, Race
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 
 BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,

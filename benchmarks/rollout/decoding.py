@@ -1,4 +1,4 @@
-"""Decode steps in a steady state, against the memory's bandwidth, groups that share a prompt, and exact
+"""Decode steps in a steady state: of sequences apart and of groups that share a prompt; exact
 speculation."""
 
 from __future__ import annotations

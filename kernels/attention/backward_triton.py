@@ -44,8 +44,7 @@ from rl_consistency.kernels.attention.tiles_triton import (
     visible,
 )
 from rl_consistency.kernels.core.launch import cdiv, remembered
-from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
+from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps, tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)
 
@@ -275,17 +274,10 @@ def _seven_products(
         HEADS=heads, ROWS=32, HEAD_DIM=call.head_dim, DIM=dim, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     numbers = (
-        call.tables.query_start, call.tables.query_len, call.reach, call.factor, call.scale,
-        *do.stride()[:2], *call.operand_strides,
+        *call.numbers[:2], call.reach, call.factor, call.scale, *do.stride()[:2],
+        *call.operand_strides,
     )  # fmt: skip
-    shared = {
-        "KV_HEADS": kv_heads,
-        "GROUP": call.group,
-        "HEAD_DIM": call.head_dim,
-        "DIM": dim,
-        "WINDOWED": call.windowed,
-        "enable_fp_fusion": False,
-    }
+    shared = {**call.shape, "KV_HEADS": kv_heads, "DIM": dim, "enable_fp_fusion": False}
     tiles = call.layout.tiles(device, call.group, by_query.rows)
     described = by_query.descriptors and describable(k, v)
     attention_dq_kernel[(len(tiles) * kv_heads,)](

@@ -25,7 +25,11 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
 )
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
-from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
+from rl_consistency.kernels.attention.paged_cache_triton import (
+    HeadNorms,
+    paged_inputs,
+    write_cache,
+)
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import glu_linear, linear, linear_glu, linear_qkv
@@ -369,7 +373,7 @@ class CanonicalAttention(CanonicalModule):
         else:
             q, k = self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
         if isinstance(layout, PagedAttention):
-            layout.write(index, k, v)
+            write_cache(layout, index, k, v)
         return q, k, v
 
     def _attend(

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.models.forward import cache_sizes, next_token_logits, paged_hidden_states
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.models.whole_weights import whole_weights
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.strict import OPS, Strictness, current, held
 from rl_consistency.parity.gradients import gradients_kept
 from rl_consistency.parity.stock import mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_consistency.models.whole_weights import whole_weights
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.interrupts import Ending, endings_deferred

@@ -12,6 +12,7 @@ from rl_consistency.cases.attention import SCORE_SCALE
 from rl_consistency.cases.case import Heads
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
@@ -101,7 +102,7 @@ def paged_alike(
 
         def run(call: PagedCall, own: list[Sample] = own) -> Tensor:
             q, k, v = call_operands(own, call)
-            call.paged.write(0, k, v)
+            write_cache(call.paged, 0, k, v)
             options = {"scale": shape.scale, "window": shape.window}
             return rows_of(*attention_paged(q, call.paged, 0, **options))
 

@@ -24,6 +24,7 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
     SharedRun,
 )
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.attention.schedules import Cut
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.linear.schedules import MOST_FUSED_ROWS
@@ -99,7 +100,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
         parts = [decoded(n)[:2] for n in LENGTHS]
         for call in paged_calls(parts, block_size=16, **cache_of(shape, q)):
             q, k, v = call_operands(samples, call)
-            call.paged.write(0, k, v)
+            write_cache(call.paged, 0, k, v)
             k, v = cached_rows(call.paged, 0)
             _compare_attention(tally, shape, call.paged, (q, k, v), decode + prefill)
             _compare_shared(tally, shape, call.paged, (q, k, v))

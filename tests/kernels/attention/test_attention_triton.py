@@ -12,6 +12,7 @@ from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper.backward import statistics_of
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_reference
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.attention.schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -106,7 +107,7 @@ def paged_rows(cut, programs, window=None):
             torch.cat([sequences[i][j][start:end] for i, start, end in call.spans])
             for j in range(3)
         )
-        call.paged.write(0, k, v)
+        write_cache(call.paged, 0, k, v)
         keys, values = (cache.view(-1, 2, 32) for cache in caches)
         sizes = [end - start for _, start, end in call.spans]
         found = attention_fwd(
