@@ -91,7 +91,9 @@ def _enter(
     dist.destroy_process_group()
 
 
-def by_turns(world: World, ways: Mapping[str, Callable[[], None]]) -> dict[str, tuple[float, int]]:
+def by_turns(
+    world: World, ways: Mapping[str, Callable[[], object]]
+) -> dict[str, tuple[float, int]]:
     """Seconds and bytes of each way: the median time of its slowest rank, and what its fullest rank
     allocates at the peak beyond what it held."""
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
@@ -129,7 +131,7 @@ def _steps(
     world: World, model: str, strategy: str, lens: list[int]
 ) -> dict[str, tuple[float, int]]:
     with ExitStack() as stack:
-        runs: dict[str, Callable[[], None]] = {}
+        runs: dict[str, Callable[[], object]] = {}
         for name in ("ours", "stock"):
             policy: Any = build_preset(model, torch.bfloat16, device=world.device).train()
             stack.enter_context(patch(policy, grad_dtype=torch.float32))
@@ -139,7 +141,7 @@ def _steps(
         return by_turns(world, runs)
 
 
-def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], None]:
+def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], object]:
     """A step of random tokens, one part of the gradient for each rank."""
     world, section = ranks.world, OptimizerSection(learning_rate=1e-6)
     accelerator = Accelerator(cpu=world.device.type == "cpu")

@@ -45,7 +45,9 @@ def attention(
         return attention_varlen(q, k, v, layout, scale=head_dim**-0.5)[0]
 
     def stock() -> Tensor:
-        out = _sdpa(*(x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves), True)
+        out = _sdpa(
+            *(x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves), causal=True
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
     def calls(forward: Callable[[], Tensor]) -> Sequence[Call]:
@@ -96,7 +98,7 @@ def attention_decode(
         return attention_paged(q, paged, layer, scale=head_dim**-0.5)[0]
 
     def stock(keys: Tensor, values: Tensor) -> Tensor:
-        return _sdpa(q.unsqueeze(2), keys, values, False).squeeze(2)
+        return _sdpa(q.unsqueeze(2), keys, values, causal=False).squeeze(2)
 
     calls = [partial(stock, *kv) for kv in zip(*contiguous, strict=True)]
     race = Race(
@@ -119,6 +121,6 @@ def _backends(bench: Machine, calls: Callable[[], Sequence[Call]]) -> dict[str, 
     }
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     scale = q.shape[-1] ** -0.5
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
