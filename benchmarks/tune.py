@@ -15,14 +15,13 @@ import torch
 
 from benchmarks.shapes import MODELS, ROWS, weights_of
 from rl_consistency.cases.case import Setting
-from rl_consistency.cases.launches import product
+from rl_consistency.cases.launches import Launch, product
 from rl_consistency.kernels.core import findings
 from rl_consistency.kernels.core.findings import SHIPPED, Findings, Winner
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.stopwatch import ColdDevice
 from rl_consistency.tuning.tune import tune_works
-from rl_consistency.tuning.work import Work, work_of
 
 
 def tune_products(bench: ColdDevice) -> dict[str, Winner]:
@@ -30,13 +29,13 @@ def tune_products(bench: ColdDevice) -> dict[str, Winner]:
     works, setting = [], Setting(dtype=torch.bfloat16, device=bench.device)
     for weight, layout, m in combinations(weights_of(MODELS), ("nt", "nn"), ROWS):
         n, k = weight if layout == "nt" else weight[::-1]
-        works.append(work_of(product(setting, layout, m, n, k)))
+        works.append(product(setting, layout, m, n, k))
     with winners_of(bench, works) as store:
         return store.winners
 
 
 @contextmanager
-def winners_of(bench: ColdDevice, works: Sequence[Work] = ()) -> Iterator[Findings]:
+def winners_of(bench: ColdDevice, works: Sequence[Launch] = ()) -> Iterator[Findings]:
     """Inside the block the device has the winners of these works and no others; the user's come
     back behind it. ConsistencyError where a schedule gave other bytes."""
     store = Findings(None, {})
