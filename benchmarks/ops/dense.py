@@ -20,23 +20,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
-<<<<<<< HEAD
 from rl_consistency.rollout.device.sampler import sample
-=======
-from rl_consistency.tuning.policy_works import fewer_rows, with_fewer
-
-GRAPH_ROWS = 256
-"""Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
-
-BACKENDS = {
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-"""The efficient backend takes no grouped heads; it then appears under `unavailable`."""
-
-MAX_LAYERS = 24
->>>>>>> main
 
 
 def normal(bench: Machine, *shape: int) -> Tensor:
@@ -83,33 +67,12 @@ def product(layout: str, bench: Machine, m: int, n: int, k: int) -> dict[str, An
         operations=2.0 * m * n * k,
     )
     fields = bench.measure(race)
-<<<<<<< HEAD
     if bench.cuda:
         sizes = m, n, k, torch.bfloat16, layout, has_tma(bench.device)
         fields["schedule"] = pick(*sizes, device=bench.device).name
         if m >= LIBRARY_ROWS:
             fields["schedule"] = f"library where certified, else {fields['schedule']}"
     return fields
-=======
-    sizes = m, n, k, torch.bfloat16, layout
-    schedule = pick(*sizes, has_tma(bench.device), device=bench.device).name
-    if m >= LIBRARY_ROWS:
-        schedule = f"library where certified, else {schedule}"
-    return fields | {"schedule": schedule}
-
-
-def tuned_product(
-    layout: str, bench: Machine, m: int, n: int, k: int, graph_rows: int = GRAPH_ROWS
-) -> dict[str, Any]:
-    """`product` once `tune` has measured its bucket of rows, as it does for a policy."""
-    bucket, setting = rows_bucket(m), Setting(dtype=torch.bfloat16, device=bench.device)
-    largest, fewer = (
-        launches.product(setting, layout, rows, n, k) for rows in (bucket, fewer_rows(bucket))
-    )
-    (work,) = with_fewer([largest], [fewer])
-    with winners_of(bench, [work]):
-        return product(layout, bench, m, n, k, graph_rows)
->>>>>>> main
 
 
 def gradient_fold(bench: Machine, tokens: int, n: int, k: int) -> dict[str, Any]:
