@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.make_random_model import main as make_random_model
@@ -144,8 +143,7 @@ def _steps(
 def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], object]:
     """A step of random tokens, one part of the gradient for each rank."""
     world, section = ranks.world, OptimizerSection(learning_rate=1e-6)
-    accelerator = Accelerator(cpu=world.device.type == "cpu")
-    optimizer = PolicyOptimizer(ranks, section, accelerator, total_steps=100)
+    optimizer = PolicyOptimizer(ranks, section, total_steps=100)
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, vocabulary, (sum(lens),), generator=generator)
     batch, count = PackedBatch.from_tokens(ids.to(world.device), lens), world.size * len(lens)
