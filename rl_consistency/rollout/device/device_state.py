@@ -108,7 +108,8 @@ class DeviceState:
         self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Write a sequence's sampling params, stream key and blocks to its slot."""
+        """Write a sequence's sampling params, stream key and blocks to its slot, in place of those
+        of its last holder."""
         slot, params = sequence.slot, sequence.params
         if slot is None or not 0 <= slot < self.dummy_slot:
             raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")
