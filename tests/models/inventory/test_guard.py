@@ -84,6 +84,7 @@ def test_the_guard_looks_closer_only_after_a_change(model, monkeypatch):
     looks = Mock(side_effect=faults)
     monkeypatch.setattr(patching, "faults", looks)
     with patch(model):
+        looks.reset_mock()
         for _ in range(3):
             scores(model)
             model.train(not model.training)
