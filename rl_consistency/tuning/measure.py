@@ -19,7 +19,7 @@ from rl_consistency.cases.case import Op
 from rl_consistency.cases.launches import Launch, compare
 from rl_consistency.kernels.core.findings import RULE, Findings, Winner, of_work
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.tuning.stopwatch import Bench, Timer, interleaved
+from rl_consistency.tuning.stopwatch import ColdDevice, Timer, interleaved
 
 MARGIN = 0.98
 """A challenger takes at most this share of the default's time."""
@@ -89,7 +89,7 @@ def fastest(seconds: Mapping[str, float]) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
-def measured(work: Launch, bench: Bench, store: Findings, *, again: bool = False) -> Outcome:
+def measured(work: Launch, bench: ColdDevice, store: Findings, *, again: bool = False) -> Outcome:
     """Tune one launch: compare, withdraw, time, and keep the winner in the store.
 
     A winner that the store has already is compared and not timed, unless `again`.
@@ -110,7 +110,7 @@ def measured(work: Launch, bench: Bench, store: Findings, *, again: bool = False
 
 
 def _usable(
-    work: Launch, bench: Bench, store: Findings, only: Iterable[str] = ()
+    work: Launch, bench: ColdDevice, store: Findings, only: Iterable[str] = ()
 ) -> tuple[tuple[Tensor, ...], dict[str, Op]]:
     """Operands, and the candidates, or `only` some and the default, that have the default's bytes;
     those of other bytes are withdrawn."""
@@ -133,7 +133,7 @@ def _usable(
 
 
 def _raced(
-    work: Launch, bench: Bench, store: Findings, default: str, only: Iterable[str] = ()
+    work: Launch, bench: ColdDevice, store: Findings, default: str, only: Iterable[str] = ()
 ) -> Race:
     """The race of those that are usable; of `default` alone, without times, where it is not."""
     operands, usable = _usable(work, bench, store, only)
@@ -146,7 +146,7 @@ def _raced(
     return race(bench.timers(calls), default)
 
 
-def _holds_for_fewer(work: Launch, winner: str, bench: Bench, store: Findings) -> bool:
+def _holds_for_fewer(work: Launch, winner: str, bench: ColdDevice, store: Findings) -> bool:
     """Whether the rule's own schedule for fewer rows of the bucket does not beat a winner there."""
     fewer = work.fewer
     if fewer is None or fewer.default == winner:

@@ -18,7 +18,7 @@ from rl_consistency.kernels.core.operand import require_device
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.measure import SCATTER, Outcome, measured
 from rl_consistency.tuning.policy_works import policy_config, policy_works
-from rl_consistency.tuning.stopwatch import Bench, ColdDevice
+from rl_consistency.tuning.stopwatch import ColdDevice
 
 BUDGET = 60.0
 """Seconds that `tune` may take by default."""
@@ -125,7 +125,7 @@ def tune_device(works: Sequence[Launch], device: torch.device, **options: Any) -
 
 def tune_works(
     works: Sequence[Launch],
-    bench: Bench,
+    bench: ColdDevice,
     store: Findings,
     *,
     clock: Callable[[], float],

@@ -2,11 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from multiprocessing import active_children
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +10,7 @@ from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 from rl_consistency.verify.world import processes
 from rl_consistency.verify.world.cells import Cell, control_cells, judge
 from rl_consistency.verify.world.processes import run_cells
+from tests.verify.killed import left_behind
 
 OTHER_SUMS = {
     *("reduce-scatter", "contiguous leaves", "ranks backwards", "bf16 buckets"),
@@ -64,36 +61,16 @@ def end(outcome):
     print(*(child.pid for child in active_children()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-cell = Cell(dtype="float32", strategy="replicated", micro_batch=4, world_size=2)
-run_cells([cell] * 50, steps=1, on_outcome=end)
+if __name__ == "__main__":
+    cell = Cell(dtype="float32", strategy="replicated", micro_batch=4, world_size=2)
+    run_cells([cell] * 50, steps=1, on_outcome=end)
 """
-
-
-def is_running(pid):
-    """Whether a process is there and not just waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.thorough
 def test_processes_of_a_table_end_with_the_program_that_was_killed(tmp_path):
     """They would train what is left of the table, and hold their GPUs."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    # To a file: a pipe would stay open for as long as a process that was left behind.
-    with (tmp_path / "pids").open("w") as file:
-        killed = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=file)
-    assert killed.returncode == -signal.SIGKILL
-    children = (tmp_path / "pids").read_text().split()
-    assert len(children) == 2
-    end = time.monotonic() + 10
-    while any(map(is_running, children)) and time.monotonic() < end:
-        time.sleep(0.05)
-    left = [pid for pid in children if is_running(pid)]
-    for pid in left:
-        os.kill(int(pid), signal.SIGKILL)
-    assert left == []
+    assert left_behind(KILLED, tmp_path) == []
 
 
 def test_the_hash_of_ppo_is_that_of_policy_and_critic(monkeypatch, tmp_path):
