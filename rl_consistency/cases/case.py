@@ -160,8 +160,6 @@ class Case:
     """Other ways to the same bytes, gradients too."""
     forward_ways: Mapping[str, Op] = field(default_factory=dict)
     """Other ways to the same bytes of the result alone."""
-    independent: bool = True
-    """Whether rows do not see each other."""
     cuts: bool = True
     """Whether a call may be cut after any 16 rows without a change of the parameters' gradients."""
 
