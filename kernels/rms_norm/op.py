@@ -53,7 +53,7 @@ def rms_norm(
     rows_per_token: int = 1,
     weight_grad: GradientBuffer | None = None,
 ) -> Tensor:
-    """Root-mean-square normalisation of the last dimension.
+    """Root-mean-square normalisation of the last dimension -> the shape and dtype of x.
 
     Args:
         x: [..., H].
@@ -62,9 +62,6 @@ def rms_norm(
         rows_per_token: rows of one token in x (qk-norm: the number of heads); a step of the fold
             takes whole tokens.
         weight_grad: buffer that dweight is folded into.
-
-    Returns:
-        The shape and dtype of x.
     """
     require_norm("rms_norm", weight, x=x)
     return apply(RMSNormFunction, x, None, weight, eps, rows_per_token, weight_grad)
