@@ -6,10 +6,9 @@ from multiprocessing import active_children
 
 import pytest
 
+from rl_consistency.verify import world
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
-from rl_consistency.verify.world import processes
-from rl_consistency.verify.world.cells import Cell, control_cells, judge
-from rl_consistency.verify.world.processes import run_cells
+from rl_consistency.verify.world import Cell, control_cells, judge, run_cells
 from tests.verify.killed import left_behind
 
 OTHER_SUMS = {
@@ -54,8 +53,8 @@ def test_a_run_whose_process_ends_is_an_error_and_the_others_go_on():
 KILLED = """
 import os, signal
 from multiprocessing import active_children
-from rl_consistency.verify.world.cells import Cell
-from rl_consistency.verify.world.processes import run_cells
+from rl_consistency.verify.world import Cell
+from rl_consistency.verify.world import run_cells
 
 def end(outcome):
     print(*(child.pid for child in active_children()), flush=True)
@@ -77,10 +76,10 @@ def test_the_hash_of_ppo_is_that_of_policy_and_critic(monkeypatch, tmp_path):
     def digest(**summary):
         found = {"parameter_digest": "aa", "consistency/tokens": 1} | summary
         found["consistency/mismatched_tokens"] = 0
-        monkeypatch.setattr(processes, "train", lambda config, announce: found)
-        return processes._outcome(cell, 1, "cpu", tmp_path)["digest"]
+        monkeypatch.setattr(world, "train", lambda config, announce: found)
+        return world._outcome(cell, 1, "cpu", tmp_path)["digest"]
 
-    monkeypatch.setattr(processes, "read_metrics", lambda file: [])
+    monkeypatch.setattr(world, "read_metrics", lambda file: [])
     cell = Cell(
         dtype="float32", strategy="replicated", micro_batch=4, world_size=1, algorithm="ppo"
     )
