@@ -363,7 +363,7 @@ def rollout_logits_rounded(hidden: Tensor, weight: Tensor) -> Tensor:
 )
 def rollout_has_its_own_distribution(logits: Tensor, rows: Any) -> Any:
     """The rollout normalizes by a logsumexp of its own."""
-    found = distribution(logits, rows)
+    found: Any = distribution(logits, rows)
     return replace(found, log_normalizer=found.scaled.logsumexp(dim=1))
 
 
