@@ -40,10 +40,8 @@ class StagedFields:
             self.nbytes += -(-size // ALIGNMENT) * ALIGNMENT
 
     def on_host(self, device: torch.device) -> tuple[Tensor, dict[str, NDArray[Any]]]:
-        """A fresh buffer [nbytes] uint8 to fill, pinned for a GPU, and the arrays in it.
-
-        The caller may drop it once copies from it are queued: torch reuses it when they are done.
-        """
+        """A fresh buffer [nbytes] uint8 to fill, pinned for a GPU, and the arrays in it. It may be
+        dropped once copies from it are queued: torch reuses it when they are done."""
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         memory = buffer.numpy()
         return buffer, {

@@ -1,6 +1,4 @@
-"""Turns logits into a token and its logprob, row by row.
-
-The distribution is `kernels.sampling.op.distribution`, in the training forward too.
+"""Turns logits into a token and its logprob, row by row, by the distribution of training.
 
 Sampling is the inverse of the cumulative distribution in token-id order. The probabilities are
 turned into integers (multiples of 2**-52) before they are added: an integer sum is exact in any
