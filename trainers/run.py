@@ -71,8 +71,12 @@ from rl_consistency.trainers.run_directory.inputs import (
     reward_digests,
     settings,
 )
-from rl_consistency.trainers.run_directory.step_files import StepFiles
-from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
+from rl_consistency.trainers.run_directory.step_files import (
+    StepFiles,
+    passed,
+    summary_of,
+    write_summary,
+)
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking.tracked_steps import take_steps
 from rl_consistency.trainers.tracking.trackers import RunOutput, TrackerSet, trackers_of

@@ -31,12 +31,11 @@ from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import group_advantages
+from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.algorithms.experience import (
     Experience,
     rollout_metrics,
     samples_of,
-    shaped_rewards,
 )
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
@@ -117,10 +116,10 @@ class GRPOTrainer:
         self._passed: Counter[str] = Counter()
         with self._timed("rollout"):
             index, completions = self._roll_out(step)
-        statistics = self.engine.stats
+        used = self.engine.stats
         metrics, experience = self._experience(step, index, completions)
         # How the engine was used. Like times, these may differ between runs with equal tokens.
-        metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
+        metrics |= {f"time/rollout_{name}": getattr(used, name) for name in ENGINE_METRICS}
         metrics |= self._learn(experience)
         with whole_weights(self.model):
             self.weights_digest = self._common_digest(f"after step {step}")
@@ -208,8 +207,13 @@ class GRPOTrainer:
         rewards = self._rewards(examples, completions)
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
-        longest = self._sampling.max_tokens
-        shaped, keep = shaped_rewards(completions, rewards, self.config.algorithm, longest)
+        algorithm, longest = self.config.algorithm, self._sampling.max_tokens
+        shaped, keep = torch.tensor(rewards.total, dtype=torch.float32), None
+        if algorithm.overlong == "penalty":
+            lengths = [len(c.token_ids) for c in completions]
+            shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
+        elif algorithm.overlong == "mask":
+            keep = overlong_mask([c.finish_reason for c in completions])
         metrics |= rollout_metrics(completions, rewards)
         experience = Experience(sequences, prompt_lengths, old_logprobs, keep)
         if self.reference is not None:

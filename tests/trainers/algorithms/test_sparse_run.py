@@ -11,7 +11,7 @@ from rl_consistency.cli.train import summary_table
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.run_directory.summary import passed
+from rl_consistency.trainers.run_directory.step_files import passed
 from rl_consistency.verify.substitution import attribute
 
 

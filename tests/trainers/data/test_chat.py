@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
 from rl_consistency.trainers.data.prompts import require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.step_files import read_rows
 
@@ -117,14 +115,8 @@ def test_the_context_of_the_model_limits_too():
 @pytest.fixture
 def chat(tiny_run, tokenizer):
     """Changes of the tiny recipe: a saved model with a chat template, sums of 5 to 7 letters."""
-    sizes = tiny_run.tree()["policy"]["build"]
-    model = tiny_run.directory / "model"
-    build_model(BuildSection(**sizes), tokenizer, seed=3).save_pretrained(model)
-    tokenizer.save_pretrained(model)
     return {
-        "policy.build": None,
-        "policy.path": str(model),
-        "tokenizer.kind": "auto",
+        **tiny_run.save_model(tokenizer=tokenizer, seed=3),
         "data.task": None,
         "data.path": str(tiny_run.example_file()),
         "data.chat_template": True,
