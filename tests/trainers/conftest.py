@@ -137,6 +137,13 @@ class TinyRun:
         summary = train(config, resume=resume, overwrite=overwrite, announce=announce)
         return summary, read_metrics(config.run.output_dir / "metrics.jsonl")
 
+    def refused(self, error, match, **given):
+        """A run that is refused, and leaves every file of the one that is there as it was."""
+        before = self.files()
+        with pytest.raises(error, match=match):
+            self(**given)
+        assert self.files() == before
+
     def of_its_own(self, name, **changes):
         """The same in a directory of its own."""
         return self(**changes | {"run.output_dir": str(self.directory / name)})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.examples import DataError, Example, read_jsonl
 from rl_consistency.trainers.data.prompts import require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
@@ -81,35 +81,6 @@ def test_what_a_template_refuses_is_told_with_the_example(tokenizer):
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(DataError, match="has no chat template: set it to false"):
         require_template(byte_tokenizer())
-
-
-LIMITS = {"max_prompt_tokens": 6, "max_tokens": 4, "context_length": 12}
-
-
-@pytest.mark.parametrize(
-    ("text", "overlong", "expected"),
-    [
-        ("abcdef", "drop", (list(b"abcdef"), False)),
-        ("abcdefgh", "drop", (None, True)),
-        ("abcdefgh", "truncate", (list(b"cdefgh"), True)),
-    ],
-)
-def test_an_overlong_prompt_is_dropped_or_keeps_its_end(text, overlong, expected):
-    example = Example(id=0, prompt=text, answer="a", target="a")
-    found = encode_prompt(example, lambda text: [*text.encode()], **LIMITS, overlong=overlong)
-    assert found == expected
-
-
-def test_the_context_of_the_model_limits_too():
-    example = Example(id=0, prompt="abcdefgh", answer="a", target="a")
-    limits = {"max_prompt_tokens": 8, "max_tokens": 9, "context_length": 12}
-    kept, _ = encode_prompt(example, lambda text: [*text.encode()], **limits, overlong="truncate")
-    assert kept == list(b"fgh")
-    with pytest.raises(DataError, match="set data.overlong_prompts to drop or truncate"):
-        encode_prompt(example, lambda text: [*text.encode()], **limits)
-    with pytest.raises(DataError, match="context is 12"):  # no token of it would fit
-        full = limits | {"max_tokens": 12}
-        encode_prompt(example, lambda text: [*text.encode()], **full, overlong="drop")
 
 
 @pytest.fixture

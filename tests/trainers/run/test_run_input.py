@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers import run
 from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.policy import PolicyError
@@ -77,11 +76,6 @@ def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
     changes |= {"rollout.prompts_per_step": 1}
     with pytest.raises(DataError, match=r"train.jsonl, line 2: prompt and answer have 66 .* 64"):
         tiny_run(**changes)
-
-
-def test_weights_that_diverge_stop_the_run_with_the_remedy(tiny_run):
-    with pytest.raises((ValueError, ConsistencyError), match="not finite|gradient norm is"):
-        tiny_run(**{"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": None})
 
 
 @pytest.mark.parametrize("place", ["module", "function"])

@@ -160,10 +160,7 @@ def test_steps_with_a_hole_are_refused(tiny_run, given, name):
     (file.parent / "digests.jsonl").open("a").write("after the checkpoint")
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[1:]))
-    before = tiny_run.files()
-    with pytest.raises(ValueError, match=rf"{name} is missing or damaged"):
-        tiny_run(**given, resume=True)
-    assert tiny_run.files() == before
+    tiny_run.refused(ValueError, rf"{name} is missing or damaged", **given, resume=True)
 
 
 def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given, monkeypatch):
@@ -215,10 +212,7 @@ def link_in_a_circle(directory):
 def test_inputs_that_links_lead_into_the_run_are_not_overwritten(tiny_run, given, link, file):
     tiny_run(**given)
     link(tiny_run.directory)
-    before = tiny_run.files()
-    with pytest.raises(RunDirectoryError, match=rf"{file} lies inside the run in"):
-        tiny_run(**given, overwrite=True)
-    assert tiny_run.files() == before
+    tiny_run.refused(RunDirectoryError, rf"{file} lies inside the run in", **given, overwrite=True)
 
 
 @pytest.mark.parametrize(
