@@ -15,7 +15,6 @@ from rl_consistency.trainers.data.tokenizer import EOS_TOKEN, TokenizerError, by
 from rl_consistency.trainers.policy import (
     PolicyError,
     build_model,
-    context_length,
     eos_token_ids,
     load_policy,
 )
@@ -76,7 +75,7 @@ def test_a_built_policy_has_the_recipe_s_shape(architecture):
     assert model.config.rope_parameters["rope_theta"] == 5e4
     assert (model.config.pad_token_id, model.config.eos_token_id) == (256, 258)
     assert eos_token_ids(model, tokenizer) == (258,)
-    assert context_length(model) == 64
+    assert model.config.max_position_embeddings == 64
     assert getattr(model.config, "sliding_window", None) is None
 
 

@@ -54,8 +54,8 @@ from rl_consistency.trainers.losses import (
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards.compute import Rewards, agreed_rewards, compute_rewards
-from rl_consistency.trainers.rewards.function import RewardFunction
+from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
+from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
@@ -100,6 +100,8 @@ class GRPOTrainer:
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
         self._micro_batch_size = config.training.micro_batch_size
+        packed = config.training.layout == "packed"
+        self._layout: Layout = "packed" if packed else "right_padded"
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self.weights_digest = self._common_digest("before the first step")
 
@@ -174,7 +176,8 @@ class GRPOTrainer:
             )
 
     def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
-        """Reward functions see a whole batch in logical order, and run once."""
+        """Reward functions see a whole batch in logical order, and run once, on rank 0; what fails
+        there is a RewardError on all ranks."""
         self.progress("rewards", 0, 0)
         score = partial(
             compute_rewards,
@@ -184,7 +187,10 @@ class GRPOTrainer:
             token_ids=[completion.token_ids for completion in completions],
             timeout=self.config.reward.timeout,
         )
-        return agreed_rewards(self.ranks.world, score)
+        try:
+            return self.ranks.world.from_first("rewards", score)
+        except ValueError as error:
+            raise RewardError(str(error)) from error.__cause__
 
     def _experience(
         self, step: int, index: list[int], completions: list[Completion]
@@ -360,10 +366,6 @@ class GRPOTrainer:
                 lambda group: self._forward(model, experience, group).split(),
             )
         return self.ranks.shared_tensors("scored logprobs", found)
-
-    @property
-    def _layout(self) -> Layout:
-        return "packed" if self.config.training.layout == "packed" else "right_padded"
 
     def _told(self, what: str, method: Callable[..., Metrics], *given: Any) -> Metrics:
         """What a method of the hook returns: an error on one rank is one on all."""
