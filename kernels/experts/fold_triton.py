@@ -32,15 +32,13 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, dense_rows, has_tma, sm_count
-from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
+from rl_consistency.kernels.core.launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.experts.pairs_triton import members_of
+from rl_consistency.kernels.experts.pairs_triton import gather_rows, members_of
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
-    RowSchedule,
     block_experts,
     block_rows,
-    pick_combine,
     pick_fold,
 )
 from rl_consistency.kernels.gradient_fold.op import STEP
@@ -194,19 +192,6 @@ def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, exper
 
 @remembered
 @triton.jit
-def step_rows_kernel(x_ptr, steps_ptr, first_ptr, y_ptr, WIDTH, E, stride_x, BLOCK_W: tl.constexpr):
-    """Some columns of the row of one step; zeros for filler."""
-    step = tl.program_id(0)
-    if step < tl.load(first_ptr + E):
-        row = tl.load(steps_ptr + step).to(tl.int64)
-        column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-        inside = column < WIDTH
-        x = tl.load(x_ptr + row * stride_x + column, mask=inside & (row >= 0), other=0.0)
-        tl.store(y_ptr + step.to(tl.int64) * WIDTH + column, x, mask=inside)
-
-
-@remembered
-@triton.jit
 def fold_runs_tma_kernel(
     dy_desc, x_desc, extra_desc, g_ptr, first_ptr, E, N, K, stride_ge, stride_gn, stride_gk,
     FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
@@ -289,23 +274,6 @@ def fold_runs_kernel(
         tl.store(pointers, zeros, mask=inside)
 
 
-def in_steps(
-    x: Tensor, steps: Tensor, first: Tensor, schedule: RowSchedule | None = None
-) -> Tensor:
-    """[steps, W]: the rows of x [*, W] that a table of `Runs` lists, zeros for filler; what lies
-    past the last expert's runs, `first[E]`, is not written."""
-    x = dense_rows(x)
-    width = x.shape[1]
-    y = x.new_empty((len(steps), width))
-    schedule = schedule or pick_combine(len(steps), width)
-    block = min(schedule.block, next_power_of_2(width))
-    step_rows_kernel[(len(steps), cdiv(width, block))](
-        x, steps, first, y, width, len(first) - 1, x.stride(0), BLOCK_W=block,
-        num_warps=schedule.warps,
-    )  # fmt: skip
-    return y
-
-
 def describes_rows(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
     """Whether descriptors can address copies of operands of these widths."""
     return has_tma(device) and not any(w * dtype.itemsize % DESCRIPTOR_BYTES for w in widths)
@@ -357,7 +325,7 @@ def fold_runs(
         )
     if schedule.persistent:
         programs = min(programs, sm_count(buffer.device) * schedule.resident)
-    dy, x = in_steps(dy, dy_steps, runs.first), in_steps(x, x_steps, runs.first)
+    dy, x = gather_rows(dy, dy_steps, runs.first, 1), gather_rows(x, x_steps, runs.first, 1)
     fold_runs_tma_kernel[(programs,)](
         *fold_descriptors(dy, x, schedule), buffer, runs.first, experts, n, k, *strides,
         EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,

@@ -39,7 +39,7 @@ from rl_consistency.kernels.experts.schedules import (
     most_tiles,
     pick_product,
 )
-from rl_consistency.kernels.matmul.product_triton import launch_options
+from rl_consistency.kernels.matmul.product_triton import launch_options, tile_position
 from rl_consistency.kernels.matmul.schedules import Schedule
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
 from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps
@@ -80,15 +80,6 @@ def takes_short(start, stop, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr):
     if TALL_M == BLOCK_M:
         return start < stop
     return stop - start <= BLOCK_M
-
-
-@triton.jit
-def tile_in_grid(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """The tile of pairs and the tile of columns of a program."""
-    group = program // (GROUP_M * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = program % (GROUP_M * tiles_n)
-    return group * GROUP_M + within % height, within // height
 
 
 @triton.jit
@@ -195,7 +186,7 @@ def product_kernel(
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
-    tile_m, tile_n = tile_in_grid(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile_m, tile_n = tile_position(tl.program_id(0), tiles_m, N, 1, BLOCK_N, GROUP_M)
     expert, start, stop = expert_tile(tile_m, first_ptr, E, BLOCK_M, TALL_M, BLOCK_E)
     if expert < E:
         if takes_short(start, stop, BLOCK_M, TALL_M):

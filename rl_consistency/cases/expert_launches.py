@@ -20,7 +20,7 @@ from rl_consistency.kernels.experts.library import library_product
 from rl_consistency.kernels.experts.pairs_triton import (
     activate_pairs,
     expert_pairs_op,
-    gather_pairs,
+    gather_rows,
 )
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.schedules import Product
@@ -56,7 +56,7 @@ def expert_product(
         return product_fwd(a, weights, layout, first, found, top_k, by_row, schedule)
 
     def library(a: Tensor, weights: Tensor, first: Tensor, found: Tensor) -> Tensor:
-        own = gather_pairs(a, first, found, top_k) if by_row else a
+        own = gather_rows(a, found, first, top_k) if by_row else a
         y = library_product(own, weights, layout, first)
         return activate_pairs(y, first, activation) if fused else y
 

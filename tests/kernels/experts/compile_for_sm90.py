@@ -13,14 +13,13 @@ from rl_consistency.kernels.experts.fold_triton import (
     Runs,
     count_runs_kernel,
     fold_runs,
-    in_steps,
     place_runs_kernel,
 )
 from rl_consistency.kernels.experts.pairs_triton import (
     activate_pairs,
     combine_fwd,
     expert_pairs_op,
-    gather_pairs,
+    gather_rows,
     pair_bwd,
 )
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
@@ -83,8 +82,8 @@ def calls(dtype):
     outputs = torch.empty(len(pairs), HIDDEN, dtype=dtype)
     for schedule in (COMBINE[0], COMBINE[-1]):
         yield partial(combine_fwd, outputs, ids, weights, schedule)
-        yield partial(gather_pairs, x, first, pairs, TOP_K, schedule)
-        yield partial(in_steps, x, pairs, first, schedule)
+        yield partial(gather_rows, x, pairs, first, TOP_K, schedule)
+        yield partial(gather_rows, x, pairs, first, 1, schedule)
         yield partial(activate_pairs, packed, first, "silu", schedule)
     for schedule in pair_candidates(WIDTH) if EVERY else pair_candidates(WIDTH)[:1]:
         yield partial(pair_bwd, packed, activated, weights, first, pairs, "silu", schedule)

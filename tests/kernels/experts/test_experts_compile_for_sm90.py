@@ -24,7 +24,6 @@ KERNELS = {
     "place_runs_kernel",
     "fold_runs_kernel",
     "fold_runs_tma_kernel",
-    "step_rows_kernel",
 }
 MOST_SPILLED = {"fold_runs_tma_kernel": 160}
 """Bytes; 64 where none are given. The widest tiles of the fold keep what finds their gradient again

@@ -8,14 +8,13 @@ from rl_consistency.kernels.experts.fold_triton import (
     describes_rows,
     find_runs,
     fold_runs,
-    in_steps,
     most_steps,
     sequence_blocks,
 )
 from rl_consistency.kernels.experts.pairs_triton import (
     activate_pairs,
     expert_pairs_op,
-    gather_pairs,
+    gather_rows,
 )
 from rl_consistency.kernels.experts.products_triton import (
     described,
@@ -188,7 +187,7 @@ def test_operands_are_copied_in_the_order_of_the_runs(width):
     x = probe((ROWS, 2 * width), torch.bfloat16)[:, :width]
     count = int(runs.first[-1])
     for schedule in (None, *COMBINE):
-        y = in_steps(x, runs.rows, runs.first, schedule)
+        y = gather_rows(x, runs.rows, runs.first, 1, schedule)
         rows = runs.rows[:count].long()
         expected = torch.where(rows[:, None] < 0, 0.0, x[rows])
         assert same_bytes(y[:count], expected) and len(y) == len(runs.rows)
@@ -212,7 +211,7 @@ def test_gathered_and_activated_pairs_are_those_of_the_fused_product():
     pairs, _, first = found(ids, layout)
     count = int(first[-1])
     for schedule in COMBINE:
-        gathered = gather_pairs(x, first, pairs, TOP_K, schedule)
+        gathered = gather_rows(x, pairs, first, TOP_K, schedule)
         assert same_bytes(gathered[:count], x[pairs[:count].long() // TOP_K])
     for activation in ACTIVATIONS:
         y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True)
