@@ -22,7 +22,7 @@ from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.op import experts as expert_sum
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models.families import SPARSE, modeling
 
@@ -283,7 +283,7 @@ def moe_block(
 
     def ours() -> Tensor:
         rows, router, gate_up, down = own
-        ids, shares = route(
+        ids, shares, _ = route_with_logits(
             rows, router, top_k, normalize=normalizes, weight_grad=GradientBuffer(router)
         )
         buffers = {"gate_up_grad": GradientBuffer(gate_up), "down_grad": GradientBuffer(down)}

@@ -116,5 +116,4 @@ def fold(
     buffer: Tensor, dy: Tensor, x: Tensor, routed: RoutedRows, *, dy_by_row: bool, fresh: bool
 ) -> None:
     """Continue `buffer` [E, N, K] over the runs: see `fold_runs`."""
-    runs = routed.runs
-    expert_fold_op(buffer, dy, x, runs.places, runs.rows, runs.first, dy_by_row, fresh)
+    expert_fold_op(buffer, dy, x, *routed.runs, dy_by_row, fresh)

@@ -22,7 +22,7 @@ Cost: two launches and some sums of counts, without waiting for the host; a grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,7 @@ from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule
 from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceBlocks:
+class SequenceBlocks(NamedTuple):
     """The rows of a layout's sequences in their order, in blocks of one sequence each."""
 
     rows: Tensor
@@ -145,8 +144,7 @@ def place_runs_kernel(
     tl.store(step_rows_ptr + step, own, mask=members > 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
+class Runs(NamedTuple):
     """The tables of steps of a call, in runs that start a step; -1 for filler."""
 
     places: Tensor
@@ -280,22 +278,16 @@ def describes_rows(device: torch.device, dtype: torch.dtype, *widths: int) -> bo
 
 
 def fold_runs(
-    buffer: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    runs: Runs,
-    *,
-    dy_by_row: bool,
-    fresh: bool,
-    schedule: FoldSchedule | None = None,
-) -> None:
-    """Continue `buffer` [E, N, K] over the runs.
+    buffer: Tensor, dy: Tensor, x: Tensor, places: Tensor, rows: Tensor, first: Tensor,
+    dy_by_row: bool, fresh: bool, schedule: FoldSchedule | None = None,
+) -> None:  # fmt: skip
+    """Continue `buffer` [E, N, K] over the runs, whose tables are `Runs`.
 
     One of dy [*, N] and x [*, K] has a row for each row of the call, the other one for each pair;
     `dy_by_row` says that it is dy. An expert without runs is left as it is; a `fresh` buffer counts
     as all zero.
     """
-    if not len(runs.rows):
+    if not len(rows):
         if fresh:
             buffer.zero_()
         return
@@ -307,13 +299,13 @@ def fold_runs(
             pairs, experts, n, k, dy.dtype, tma=tma, processors=sm_count(buffer.device),
             device=buffer.device,
         )  # fmt: skip
-    dy_steps, x_steps = (runs.rows, runs.places) if dy_by_row else (runs.places, runs.rows)
+    dy_steps, x_steps = (rows, places) if dy_by_row else (places, rows)
     programs, strides = experts * schedule.tiles(n, k), buffer.stride()
     blocks = {"FRESH": fresh, **launch_blocks(schedule)}
     if schedule.kind == "pointer":
         dy, x = dense_rows(dy), dense_rows(x)
         fold_runs_kernel[(programs,)](
-            dy, x, buffer, dy_steps, x_steps, runs.first, n, k, dy.stride(0), x.stride(0), *strides,
+            dy, x, buffer, dy_steps, x_steps, first, n, k, dy.stride(0), x.stride(0), *strides,
             schedule.tiles(n, k), **blocks,
         )  # fmt: skip
         return
@@ -325,9 +317,9 @@ def fold_runs(
         )
     if schedule.persistent:
         programs = min(programs, sm_count(buffer.device) * schedule.resident)
-    dy, x = gather_rows(dy, dy_steps, runs.first, 1), gather_rows(x, x_steps, runs.first, 1)
+    dy, x = gather_rows(dy, dy_steps, first, 1), gather_rows(x, x_steps, first, 1)
     fold_runs_tma_kernel[(programs,)](
-        *fold_descriptors(dy, x, schedule), buffer, runs.first, experts, n, k, *strides,
+        *fold_descriptors(dy, x, schedule), buffer, first, experts, n, k, *strides,
         EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,
         **blocks,
     )  # fmt: skip
@@ -335,14 +327,8 @@ def fold_runs(
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def expert_fold_op(
-    buffer: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    places: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    dy_by_row: bool,
-    fresh: bool,
-) -> None:
+    buffer: Tensor, dy: Tensor, x: Tensor, places: Tensor, rows: Tensor, first: Tensor,
+    dy_by_row: bool, fresh: bool,
+) -> None:  # fmt: skip
     """`fold_runs` as a compiler sees it: one opaque call."""
-    fold_runs(buffer, dy, x, Runs(places, rows, first), dy_by_row=dy_by_row, fresh=fresh)
+    fold_runs(buffer, dy, x, places, rows, first, dy_by_row, fresh)

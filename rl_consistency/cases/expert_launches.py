@@ -15,7 +15,7 @@ from rl_consistency.cases.launches import Launch
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.experts import schedules
-from rl_consistency.kernels.experts.fold_triton import Runs, describes_rows, find_runs, fold_runs
+from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.library import library_product
 from rl_consistency.kernels.experts.pairs_triton import (
     activate_pairs,
@@ -95,12 +95,11 @@ def expert_fold(
         layout = PackedSequences.of(starts, [min(SEQUENCE, rows - start) for start in starts])
         runs = find_runs(ids, places, layout, experts)
         gradient = torch.zeros(experts, n, k, dtype=accumulator_dtype(x), device=device)
-        return dy, x, runs.places, runs.rows, runs.first, gradient
+        return dy, x, *runs, gradient
 
     def run(schedule: Any, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
-        *tables, gradient = rest
-        runs = Runs(*tables)
-        fold_runs(gradient, dy, x, runs, dy_by_row=dy_by_row, fresh=True, schedule=schedule)
+        *runs, gradient = rest
+        fold_runs(gradient, dy, x, *runs, dy_by_row=dy_by_row, fresh=True, schedule=schedule)
         return gradient
 
     sizes, tma = (pairs, experts, n, k), describes_rows(device, dtype, n, k)

@@ -32,7 +32,7 @@ from benchmarks.train import _peak_in_fp32, training_step
 from benchmarks.tune import shipped
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.cpu import route_rows
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 
 CPU = torch.device("cpu")
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 300) for n, k in ((48, 32), (32, 96))]
@@ -166,7 +166,7 @@ def test_even_skewed_and_same_are_what_they_say_in_routings_and_in_routers():
     for kind in ROUTINGS:
         ids = drawn_routing(kind, 4096, 16, 2, CPU).expert_ids
         gate, x = routed_inputs(kind, 512, 16, 2, 64, CPU)
-        routed, _ = route(x, gate, 2, normalize=True)
+        routed, *_ = route_with_logits(x, gate, 2, normalize=True)
         hit[kind] = [torch.bincount(each.flatten(), minlength=16) for each in (ids, routed)]
     assert hit["even"][0].tolist() == [512] * 16
     assert [Counter(each.tolist())[0] for each in hit["same"]] == [14, 14]

@@ -220,7 +220,7 @@ def _compare_folds(tally: Tally, setup: OpSetup, call: _Call) -> None:
 
             def continued(schedule: Any, dy=dy, x=x, by_row=by_row, before=before, fresh=fresh):
                 buffer = before.clone()
-                fold_runs(buffer, dy, x, runs, dy_by_row=by_row, fresh=fresh, schedule=schedule)
+                fold_runs(buffer, dy, x, *runs, dy_by_row=by_row, fresh=fresh, schedule=schedule)
                 return buffer
 
             case = f"gradient of {name}, {call.name}{', from zero' if fresh else ''}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
 
@@ -56,7 +56,9 @@ class Block:
         """The block on rows x; `choose` replaces expert ids."""
         router, gate_up, down = self.weights
         grads = self.buffers
-        ids, weights = route(x, router, self.top_k, normalize=self.normalize, weight_grad=grads[0])
+        ids, weights, _ = route_with_logits(
+            x, router, self.top_k, normalize=self.normalize, weight_grad=grads[0]
+        )
         ids = ids if choose is None else choose(ids)
         return experts(
             x,

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from rl_consistency.kernels.experts.fold_triton import (
-    Runs,
     count_runs_kernel,
     fold_runs,
     place_runs_kernel,
@@ -74,9 +73,8 @@ def calls(dtype):
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
     for schedule in largest(fold_candidates(dtype, tma=True), fold_elements):
-        runs = Runs(pairs, pairs, first)
         yield partial(
-            fold_runs, buffer, packed, x, runs, dy_by_row=False, fresh=False,
+            fold_runs, buffer, packed, x, pairs, pairs, first, dy_by_row=False, fresh=False,
             schedule=schedule,
         )  # fmt: skip
     outputs = torch.empty(len(pairs), HIDDEN, dtype=dtype)

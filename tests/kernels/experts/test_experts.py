@@ -8,7 +8,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.parity.bytes import same_bytes
@@ -20,7 +20,7 @@ ROWS = 70
 def operands(dtype=torch.float32, rows=ROWS, normalize=True):
     x = probe((rows, HIDDEN), dtype, scale=0.25)
     router, gate_up, down = (w.detach() for w in parameters(dtype))
-    ids, weights = route(x, router, TOP_K, normalize=normalize)
+    ids, weights, _ = route_with_logits(x, router, TOP_K, normalize=normalize)
     return x, ids, weights, gate_up, down
 
 

@@ -9,14 +9,13 @@ from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.experts import cuda, library
 from rl_consistency.kernels.experts.library import (
-    compare,
     grouped_product,
     key_of,
     library_product,
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.parity.bytes import same_bytes
@@ -76,7 +75,7 @@ def test_a_product_in_another_order_differs_on_probe_data(layout, monkeypatch):
 
     for product, differs in ((own, False), (split, True)):
         monkeypatch.setattr(library, "library_product", product)
-        assert (compare(CPU, key, PAIRS) > 0) == differs
+        assert (key.compare(CPU, PAIRS) > 0) == differs
 
 
 def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_machine, monkeypatch):
@@ -102,7 +101,7 @@ def test_a_certificate_is_made_once_and_names_the_experts(on_this_machine, monke
     weights, _ = weights_and_first()
     assert takes(weights, "nt", PAIRS)
     assert findings_of(CPU).certifies("grouped-nt-e4/bf16/bf16/plain/n24/k32/m128")
-    monkeypatch.setattr(library, "compare", lambda *a: pytest.fail("again"))
+    monkeypatch.setattr(library.GroupedKey, "compare", lambda *a: pytest.fail("again"))
     assert takes(weights, "nt", PAIRS + 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert takes(weights, "nt", PAIRS) and not takes(weights, "nt", PAIRS + 3)
@@ -149,7 +148,7 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
         w.detach() for w in parameters(torch.bfloat16, experts=8, hidden=64, width=48)
     )
     x, dy = (probe((70, 64), torch.bfloat16, i, scale=0.1) for i in range(2))
-    ids, weights = route(x, router, 3, normalize=True)
+    ids, weights, _ = route_with_logits(x, router, 3, normalize=True)
     layout = PackedSequences.of([3, 40], [33, 20])
 
     def results():

@@ -21,7 +21,7 @@ from rl_consistency.kernels.experts.products_triton import (
     gate_up_fwd,
     product_fwd,
 )
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
     COMBINE,
@@ -48,7 +48,7 @@ def case(dtype=torch.bfloat16, skew=False):
         w.detach() for w in parameters(dtype, experts=EXPERTS, hidden=HIDDEN, width=WIDTH)
     )
     x = probe((ROWS, HIDDEN), dtype, scale=0.25)
-    ids, weights = route(x, router, TOP_K, normalize=True)
+    ids, weights, _ = route_with_logits(x, router, TOP_K, normalize=True)
     if skew:
         ids = torch.arange(1, 1 + TOP_K, dtype=torch.int32).repeat(ROWS, 1)
     return x, ids, weights, gate_up, down, PackedSequences.of(*SPANS)
@@ -202,7 +202,7 @@ def test_a_descriptor_schedule_is_refused_where_rows_cannot_be_addressed():
     buffer = torch.zeros(EXPERTS, HIDDEN, 20)
     own = fold_candidates(torch.bfloat16, tma=True)[0]
     with pytest.raises(ValueError, match="whole 16 bytes"):
-        fold_runs(buffer, dy, x, runs, dy_by_row=True, fresh=True, schedule=own)
+        fold_runs(buffer, dy, x, *runs, dy_by_row=True, fresh=True, schedule=own)
 
 
 @pytest.mark.thorough
