@@ -32,7 +32,7 @@ from rl_consistency.kernels.experts.schedules import (
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS
 from rl_consistency.parity.bytes import same_bytes
 from tests.comparison import assert_within
-from tests.kernels.experts.cases import TOP_K, parameters
+from tests.kernels.experts.cases import TOP_K, everything, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
@@ -140,16 +140,9 @@ def test_the_whole_op_matches_a_cpu(dtype, skew):
     dy = probe((ROWS, HIDDEN), dtype, seed=7, scale=0.1)
 
     def results(device):
-        y, packed, routed = device.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
-        dx, dweights, dpacked, weighted = device.experts_bwd(
-            dy, routed, weights, gate_up, down, packed, "silu"
-        )
         wide = torch.float64 if device is cuda and dtype == torch.float32 else torch.float32
-        folds = [torch.full(w.shape, torch.nan, dtype=wide) for w in (gate_up, down)]
-        for fresh in (True, False):
-            device.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=fresh)
-            device.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=fresh)
-        return [y, dx, dweights, *folds]
+        operands = x, ids, weights, gate_up, down, dy, layout
+        return everything(device, *operands, fresh=(True, False), wide=wide)
 
     for ours, expected in zip(results(cuda), results(cpu), strict=True):
         assert_within(ours, expected, "reduction", dtype, gradient=True)
@@ -160,15 +153,8 @@ def test_operands_of_any_strides_give_the_same_bytes():
     *given, layout = case()
     dy = probe((ROWS, HIDDEN), torch.bfloat16, seed=7, scale=0.1)
 
-    def results(x, ids, weights, gate_up, down, dy):
-        y, packed, routed = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
-        dx, dweights, dpacked, weighted = cuda.experts_bwd(
-            dy, routed, weights, gate_up, down, packed, "silu"
-        )
-        folds = [torch.empty(w.shape) for w in (gate_up, down)]
-        cuda.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=True)
-        cuda.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=True)
-        return [y, dx, dweights, *folds]
+    def results(*operands):
+        return everything(cuda, *operands, layout)
 
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (*given, dy)]
     spread = [t.repeat_interleave(2, dim=0)[::2] for t in (*given, dy)]
@@ -234,16 +220,8 @@ def test_no_rows_and_no_sequences():
     x, ids, weights, gate_up, down, _ = case()
     none = PackedSequences.of([], [])
     for rows in (0, ROWS):
-        y, packed, routed = cuda.experts_fwd(
-            x[:rows], ids[:rows], weights[:rows], gate_up, down, none, "silu", True
-        )
-        assert y.shape == (rows, HIDDEN) and not y.any()
-        dx, dweights, dpacked, weighted = cuda.experts_bwd(
-            x[:rows], routed, weights[:rows], gate_up, down, packed, "silu"
-        )
-        assert dx.shape == (rows, HIDDEN) and dweights.shape == (rows, TOP_K)
-        assert not (rows and (dx.any() or dweights.any()))
-        g = torch.full(gate_up.shape, torch.nan)
-        cuda.fold(g, dpacked, x[:rows], routed, dy_by_row=False, fresh=True)
-        assert same_bytes(g, torch.zeros(gate_up.shape))
-        cuda.fold(torch.empty(down.shape), x[:rows], weighted, routed, dy_by_row=True, fresh=True)
+        own = x[:rows], ids[:rows], weights[:rows]
+        y, dx, dweights, *folds = everything(cuda, *own, gate_up, down, own[0], none)
+        assert y.shape == dx.shape == (rows, HIDDEN) and dweights.shape == (rows, TOP_K)
+        assert not y.any() and not (rows and (dx.any() or dweights.any()))
+        assert same_bytes(folds[0], torch.zeros(gate_up.shape)) and not folds[1].any()
