@@ -9,10 +9,8 @@ the device. `audit` computes some calls again, on a sample of rows.
 The library is preferred from a number of rows on, which each kind of product states.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
-Dtypes and rounding points: as `matmul`.
-Order: `matmul.ORDER`; for `outer_from_zero` that of `gradient_fold` from zero.
-Invariant to, varies with: as `matmul`; a difference found withdraws the certificate.
-Backward: none.
+Dtypes, rounding points, order, invariance: those of `matmul`, and of `gradient_fold` from zero; a
+    difference found withdraws the certificate.
 Errors: none; `audit.schedule_audit` reports differences, a damaged file of findings warns.
 Cost: eight products once per certificate, 64 rows of one product per audit.
 """
@@ -30,7 +28,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
-from rl_consistency.kernels.core.findings import Findings, dtype_name, findings_of
+from rl_consistency.kernels.core.findings import DTYPE_NAMES, Findings, findings_of
 from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.core.torch_op import PLAIN
 from rl_consistency.kernels.matmul import audit
@@ -82,7 +80,7 @@ class Key:
     @cached_property
     def name(self) -> str:
         """How files spell the key."""
-        dtypes = f"{dtype_name(self.dtype)}/{dtype_name(self.out_dtype)}"
+        dtypes = f"{DTYPE_NAMES[self.dtype]}/{DTYPE_NAMES[self.out_dtype]}"
         bias = "bias" if self.bias else "plain"
         return f"{self.layout}/{dtypes}/{bias}/n{self.n}/k{self.k}/m{self.rows}"
 

@@ -1,6 +1,6 @@
 """What runs on a model's forward path, and why each part may be trusted.
 
-`patch` refuses a model with an unsupported row, `session.report()` returns the table of a model,
+`patch` refuses a model that would have an unsupported row, `session.report()` returns the table,
 and `python -m rl_consistency.models.coverage` prints both with every order.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.models import families
@@ -47,16 +47,6 @@ class CoverageTable:
     @property
     def unsupported(self) -> tuple[CoverageRow, ...]:
         return tuple(row for row in self.rows if row.verdict is Verdict.UNSUPPORTED)
-
-    def require_supported(self) -> None:
-        """UnsupportedModelError naming the first unsupported module and how many there are."""
-        if self.unsupported:
-            row = self.unsupported[0]
-            raise families.UnsupportedModelError(
-                f"module {row.name or 'root'} ({row.kind}) {row.basis} ({len(self.unsupported)} "
-                "such places). Undo it (merge adapters, load without quantization, keep what the "
-                f"config makes), or use one of {', '.join(families.FAMILIES.values())}."
-            )
 
     def __str__(self) -> str:
         header = ("name", "kind", "verdict", "basis")
@@ -109,12 +99,10 @@ FUNCTIONAL = (
 
 def coverage(model: nn.Module, *, patched: bool = False) -> CoverageTable:
     """The table of one model of a covered class; `patched`: its modules have to be canonical."""
-    config = model.config
-    assert isinstance(config, PreTrainedConfig)
+    config: Any = model.config
     found = faults(model, patched=patched)
     rows = [CoverageRow(f.name, f.kind, Verdict.UNSUPPORTED, f.reason) for f in found]
-    refused = {row.name for row in rows}
-    mixins = families.mixins(config)
+    refused, mixins = {row.name for row in rows}, families.mixins(config)
     for name, module in model.named_modules():
         stock = families.stock_class(type(module))
         mixin = mixins.get(stock)

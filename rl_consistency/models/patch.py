@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,8 +48,7 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyD
 NOT_PATCHED = "the model is not patched; call rl_consistency.patch(model) first."
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     """A module that was patched, by the object: it may move, or leave the model."""
 
     name: str
@@ -59,20 +57,16 @@ class _Taken:
     canonical: type[nn.Module]
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, CanonicalModule)
-
-
-class PatchSession:
+class PatchSession(AbstractContextManager["PatchSession"]):
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
     Parameters keep their places and names: optimizers, `state_dict`, `save_pretrained` and gradient
-    checkpointing work as before, and gradients are ordinary ones to autograd, which sums them as
-    one fold over all backward passes since `zero_grad`.
+    checkpointing work as before. Autograd sums gradients as one fold over all backward passes since
+    `zero_grad`.
     """
 
     def __init__(self, model: nn.Module, *, captures: bool = True):
-        # _SESSIONS finds the session through the model; a strong reference would keep both forever.
+        # _SESSIONS finds the session by the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
         self._grad_dtype: torch.dtype | None = None
         self._widened: dict[int, nn.Parameter] = {}
@@ -88,9 +82,6 @@ class PatchSession:
         self._settings_found = read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
         weakref.finalize(self, self._settings.close)
-
-    def __enter__(self) -> PatchSession:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.restore()
@@ -119,8 +110,10 @@ class PatchSession:
         for _, module in restored:
             for attribute in ADDED:
                 module.__dict__.pop(attribute, None)
-        for parameter in self._widened.values():
-            restore_gradient_dtype(parameter)
+        for parameter in self._widened.values():  # a gradient that is there is rounded
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self._widened.clear()
         self._taken.clear()
         self._settings.close()
@@ -150,11 +143,8 @@ class PatchSession:
         return coverage(self.model, patched=bool(self._taken) and not self._in_stock)
 
     def faults(self) -> list[Fault]:
-        """What was changed since the patch and cannot be honoured; see `models/inventory.py`.
-
-        It compares the state of the forward with the last sound one, in some microseconds a module,
-        and looks closer where they differ.
-        """
+        """What was changed since the patch and cannot be honoured; see `models/inventory.py`. It
+        looks closer only where the state of the forward is none of the last sound ones."""
         if self._watch is None or (now := self._watch.read()) not in self._sound:
             found = faults(self.model, patched=True)
             if found:
@@ -168,11 +158,8 @@ class PatchSession:
         return []
 
     def check(self) -> ForwardState:
-        """The state of the forward, if the patch is live and nothing stands in its way.
-
-        UnsupportedModelError naming what does; ConsistencyError for a changed numeric setting;
-        ValueError for another default dtype or device.
-        """
+        """The state of the forward; UnsupportedModelError naming what was changed, ConsistencyError
+        for a changed numeric setting, ValueError for another default dtype or device."""
         if self._in_stock:
             raise ValueError("the model is not patched inside session.stock(); leave the block.")
         if not self._taken:
@@ -205,9 +192,8 @@ class PatchSession:
     def verify(self) -> None:
         """Prove that the patch is live, or raise a ConsistencyError: by classes, by settings and by
         the bytes of three sequences' hidden states, computed alone and together."""
-        undone = self.faults() if self._taken else []
-        if undone or not self._taken:
-            what = str(undone[0]) if undone else "the whole model runs its stock classes"
+        undone = self.faults() if self._taken else ["the whole model runs its stock classes"]
+        for what in undone[:1]:
             raise ConsistencyError(
                 f"the patch is not live: {what}. Patch last, after whatever changes modules, and "
                 "do not use a session after restore()."
@@ -217,22 +203,21 @@ class PatchSession:
             raise ConsistencyError(
                 f"ops on their stock path here: {stock}. Leave strict(...) or unset {VARIABLE}."
             )
-        different, tokens = self._compare_alone_and_together()
-        if different:
+        differ = self._differ_alone_and_together()
+        if differ.any():
             raise ConsistencyError(
-                f"{different} of {tokens} probe tokens depend on their neighbours; see "
-                "`rl-consistency verify` for the op."
+                f"{int(differ.sum())} of {len(differ)} probe tokens depend on their neighbours; "
+                "see `rl-consistency verify` for the op."
             )
 
     @torch.no_grad()
-    def _compare_alone_and_together(self) -> tuple[int, int]:
-        """How many of the probe's tokens differ between alone and together, and how many it has."""
+    def _differ_alone_and_together(self) -> torch.Tensor:
+        """Which of the probe's tokens have other bytes alone than together."""
         model: Any = self.model
-        device = next(model.parameters()).device
+        device, forward = next(model.parameters()).device, model.model.packed_forward
         vocabulary = model.get_input_embeddings().weight.shape[0]
         sequences = [[(i * 7 + n) % vocabulary for i in range(n)] for n in (1, 3, 21)]
         batch = PackedBatch.from_sequences(sequences, device)
-        forward = model.model.packed_forward
         together = forward(batch.input_ids, batch.position_ids, batch.layout)[batch.token_rows]
         alone: list[torch.Tensor] = []
         for tokens in sequences:  # without filler rows, as a decode step has them
@@ -240,11 +225,11 @@ class PatchSession:
             layout = PackedSequences.of([0], [len(tokens)])
             alone.append(forward(ids.to(device), positions.to(device), layout))
         bits = [hidden.float().view(torch.int32) for hidden in (together, torch.cat(alone))]
-        return int((bits[0] != bits[1]).any(dim=1).sum()), len(together)
+        return (bits[0] != bits[1]).any(dim=1)
 
     def _swap_to_stock(self) -> list[tuple[_Taken, nn.Module]]:
-        """Swap the modules that are left, which it returns; ValueError, and none is swapped, if one
-        has a class of neither kind."""
+        """Swap the modules that are left, which it returns; ValueError, and no swap, if one has a
+        class of neither kind."""
         left = [(taken, module) for taken in self._taken if (module := taken.module()) is not None]
         for taken, module in left:
             if unsharded_class(type(module)) not in (taken.stock, taken.canonical):
@@ -261,30 +246,26 @@ class PatchSession:
         """Let gradients be those of the parameters that FSDP2 has put in the place of others."""
         if not any(map(is_fsdp, self.model.modules())):
             return
-        buffers = gradient_buffers(self.model, self._passes)
         for parameter in self.model.parameters():
             parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
-        for name, module in self.model.named_modules():
+        for module, buffers in _gradient_buffers(self.model, self._passes).items():
             if isinstance(module, CanonicalModule) and not module.sharded:
-                module.sharded = True
-                module._gradient_buffers = own_buffers(buffers, name, module)
+                module.sharded, module._gradient_buffers = True, buffers
         self._widened.clear()  # they would keep whole parameters
 
     def _swap_to_canonical(self) -> None:
         config: Any = self.model.config
-        table = families.mixins(config)
-        buffers = gradient_buffers(self.model, self._passes)
+        mixins = families.mixins(config)
+        buffers = _gradient_buffers(self.model, self._passes)
         for name, module in self.model.named_modules():
-            stock = type(module)
-            mixin = table.get(stock)
-            if mixin is None:
-                continue
-            canonical = families.canonical_class(mixin, stock)
-            self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
-            module.__class__ = canonical
-            assert isinstance(module, CanonicalModule)
-            module._gradient_buffers = own_buffers(buffers, name, module)
-            self._configure(config, module)
+            stock: type[nn.Module] = type(module)
+            if (mixin := mixins.get(stock)) is not None:
+                canonical = families.canonical_class(mixin, stock)
+                self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
+                module.__class__ = canonical
+                assert isinstance(module, CanonicalModule)
+                module._gradient_buffers = buffers[module]
+                self._configure(config, module)
 
     def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype not in (None, torch.float32):
@@ -342,7 +323,12 @@ def patch(
         )
     families.check_head(model)
     families.check_model(model)
-    coverage(model).require_supported()
+    if found := faults(model):
+        raise UnsupportedModelError(
+            f"{found[0]} ({len(found)} such places). Undo it (merge adapters, load without "
+            "quantization, keep what the config makes), or use one of "
+            f"{', '.join(families.FAMILIES.values())}."
+        )
     session = PatchSession(model, captures=cuda_graphs)
     try:
         session._settings.enter_context(numeric_settings())
@@ -365,13 +351,11 @@ def patched_session(model: nn.Module) -> PatchSession:
     return session
 
 
-def patched_part(model: nn.Module, name: str) -> nn.Module:
-    """A direct submodule of a patched model; ValueError if it runs stock.
-
-    `patched_session` checks every module; a call that has used it needs only this check after.
-    """
+def patched_part(model: nn.Module, name: str) -> Any:
+    """A direct submodule of a patched model; ValueError if it runs stock. `patched_session` checks
+    every module."""
     part = getattr(model, name, None)
-    if model not in _SESSIONS or part is None or not _is_ours(part):
+    if model not in _SESSIONS or not isinstance(part, CanonicalModule):
         raise ValueError(NOT_PATCHED)
     return part
 
@@ -381,36 +365,22 @@ def _shared_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
     seen: dict[nn.Module, str] = {}
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if _is_ours(module) and seen.setdefault(module, name) != name:
+        if isinstance(module, CanonicalModule) and seen.setdefault(module, name) != name:
             found.append((seen[module], name, module))
     return found
 
 
-def gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:
-    """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
-    uses: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(prefix=name, recurse=False):
-            uses.setdefault(parameter, []).append(own)
-    return {
-        name: buffer
-        for parameter, names in uses.items()
-        for name, buffer in zip(
-            names, GradientBuffer.for_uses(parameter, len(names), passes), strict=True
-        )
-    }
-
-
-def own_buffers(
-    buffers: dict[str, GradientBuffer], name: str, module: nn.Module
-) -> dict[str, GradientBuffer]:
-    """The buffers of a module's own parameters, by their names in it."""
-    own = dict(module.named_parameters(recurse=False))
-    return {key: buffers[f"{name}.{key}".lstrip(".")] for key in own}
-
-
-def restore_gradient_dtype(parameter: nn.Parameter) -> None:
-    """Let the gradient have the parameter's dtype, with a present one rounded to it."""
-    gradient, parameter.grad = parameter.grad, None
-    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+def _gradient_buffers(
+    model: nn.Module, passes: BackwardPasses
+) -> dict[nn.Module, dict[str, GradientBuffer]]:
+    """One buffer per use of each parameter, by module and name; a tied parameter has several."""
+    found = {module: dict[str, GradientBuffer]() for module in model.modules()}
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in found:
+        for name, parameter in module.named_parameters(recurse=False):
+            uses.setdefault(parameter, []).append((module, name))
+    for parameter, places in uses.items():
+        buffers = GradientBuffer.for_uses(parameter, len(places), passes)
+        for (module, name), buffer in zip(places, buffers, strict=True):
+            found[module][name] = buffer
+    return found

@@ -28,7 +28,7 @@ from rl_consistency.kernels.attention.schedules import (
 )
 from rl_consistency.kernels.attention.tiles_triton import dense
 from rl_consistency.kernels.reduction.sums import tree_sum
-from rl_consistency.verify.checks.paged_calls import chunked, paged_calls
+from rl_consistency.verify.checks.attention import chunked, paged_calls
 from tests.comparison import assert_within, first_difference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")

@@ -30,7 +30,7 @@ def parameters(dtype, device="cpu", experts=EXPERTS, hidden=HIDDEN, width=WIDTH)
 def everything(
     own, x, ids, weights, gate_up, down, dy, layout, *, fresh=(True,), wide=torch.float32
 ):
-    """y, dx, dweights and the gradients of gate_up and down, by the functions of `cuda` or `cpu`."""
+    """y, dx, dweights and the gradients of gate_up and down, by `cuda` or `cpu`."""
     y, packed, routed = own.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
     dx, dweights, dpacked, weighted = own.experts_bwd(
         dy, routed, weights, gate_up, down, packed, "silu"
