@@ -7,7 +7,6 @@ ones on an H200, as `python -m benchmarks tune rms_norm` measured them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -101,11 +100,6 @@ def chunk_rows(rows_per_token: int) -> int:
     return next_power_of_2(CHUNK_TOKENS * rows_per_token)
 
 
-def is_narrow(width: int, rows_per_token: int) -> bool:
-    """Whether the narrow kernel is made for such rows."""
-    return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
-
-
 def candidates(width: int, rows_per_token: int | None = None) -> list[NormSchedule]:
     """Schedules worth timing: of the wide backward kernel, or of the forward pass if
     `rows_per_token` is None."""
@@ -170,10 +164,3 @@ def pick_backward(
         return rule
     work = norm_work("backward", dtype, adds, width, rows_per_token, rows)
     return choose(device, work, (rule, *candidates(width, rows_per_token))) or rule
-
-
-@cache
-def within_shared(schedule: NormSchedule, chunk_bytes: int, limit: int) -> NormSchedule:
-    """The schedule with as many stages of `chunk_bytes` as fit `limit` bytes of shared memory."""
-    stages = min(schedule.stages, 1 + (limit - SCRATCH_BYTES) // chunk_bytes)
-    return replace(schedule, stages=max(stages, 1))

@@ -10,7 +10,6 @@ above `support[0]`, or equal to it and the id is at most `support[1]`. Other log
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,21 +31,9 @@ VOCABULARY_BLOCK = tl.constexpr(BLOCK)
 MOST_NEGATIVE = tl.constexpr(-3.0e38)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatisticsSchedule:
-    """One way to walk rows of logits that lie in memory; neutral to the bits."""
-
-    rows: int  # of one program
-    blocks: int  # vocabulary blocks of one program
-    warps: int
-
-
-ROW_SCHEDULES = {
-    "1x16": StatisticsSchedule(rows=1, blocks=16, warps=4),
-    "4x4": StatisticsSchedule(rows=4, blocks=4, warps=4),
-    "2x16": StatisticsSchedule(rows=2, blocks=16, warps=8),
-}
-"""Name, rows x blocks -> schedule. "1x16" is in use; tests compare the others' bytes with it."""
+ROW_SCHEDULES = {"1x16": (1, 16, 4), "4x4": (4, 4, 4), "2x16": (2, 16, 8)}
+"""Ways to walk rows of logits that lie in memory: name -> rows and vocabulary blocks of a program,
+and its warps. "1x16" is in use; `verify` compares the others' bytes with it."""
 COMBINE_ROWS = 4
 SHIFT_COLUMNS = 2048
 
@@ -117,7 +104,7 @@ def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows,
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_statistics_kernel(
     logits, temperature, support, partials, num_rows, vocabulary, num_blocks, row_stride, plane,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS * BLOCKS) // BLOCKS  # [ROWS * BLOCKS]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, ROWS * BLOCKS) % BLOCKS
@@ -131,7 +118,7 @@ def row_statistics_kernel(
     high = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
     t = tl.load(temperature + row, mask=inside, other=1.0)
     low, high = scaled_logits(low, t, UNIT), scaled_logits(high, t, UNIT)
-    if TRUNCATES:
+    if support is not None:
         high = supported(high, column, support, row, num_rows, inside)
         low = supported(low, column - VOCABULARY_BLOCK // 2, support, row, num_rows, inside)
     top, sums, weighted = block_statistics(low, high, ROWS * BLOCKS, True)
@@ -165,7 +152,7 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def shift_kernel(
     logits, temperature, support, shift, shifted, num_rows, vocabulary, row_stride,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -173,7 +160,7 @@ def shift_kernel(
     z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)  # [1, COLUMNS]
     one = tl.arange(0, 1)
     s = scaled_logits(z, tl.load(temperature + row + one), UNIT)
-    if TRUNCATES:
+    if support is not None:
         s = supported(s, column, support, row + one, num_rows, row + one < num_rows)
     tl.store(shifted + row * vocabulary + column, s - tl.load(shift + row), mask=inside)
 
@@ -182,13 +169,6 @@ def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tens
     """Memory for the statistics of every block: [3, blocks, num_rows] fp32."""
     shape = (3, cdiv(vocabulary, BLOCK), num_rows)
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def row_operands(
-    logits: Tensor, temperature: Tensor, support: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """First operands of every kernel over rows of logits; kernels never read a missing support."""
-    return logits, temperature, temperature if support is None else support
 
 
 def launch_options(warps: int = 4, **constants: bool | int) -> dict[str, Any]:
@@ -211,13 +191,11 @@ def vocabulary_row_statistics(
     num_blocks = partials.shape[1]
     if num_rows == 0:
         return partials
-    plan = ROW_SCHEDULES[schedule]
-    grid = (cdiv(num_rows, plan.rows), cdiv(num_blocks, plan.blocks))
-    sizes = {"ROWS": plan.rows, "BLOCKS": plan.blocks}
-    row_statistics_kernel[grid](
-        *row_operands(logits, temperature, support), partials, num_rows, vocabulary, num_blocks,
-        logits.stride(0), partials.stride(0),
-        **launch_options(plan.warps, UNIT=unit_temperature, TRUNCATES=support is not None, **sizes),
+    rows, blocks, warps = ROW_SCHEDULES[schedule]
+    row_statistics_kernel[(cdiv(num_rows, rows), cdiv(num_blocks, blocks))](
+        logits, temperature, support, partials, num_rows, vocabulary, num_blocks, logits.stride(0),
+        partials.stride(0),
+        **launch_options(warps, UNIT=unit_temperature, ROWS=rows, BLOCKS=blocks),
     )  # fmt: skip
     return partials
 
@@ -256,10 +234,7 @@ def vocabulary_shifted(
     if shifted.numel() == 0:
         return shifted
     shift_kernel[(num_rows, cdiv(vocabulary, SHIFT_COLUMNS))](
-        *row_operands(logits, temperature, support), shift, shifted, num_rows, vocabulary,
-        logits.stride(0),
-        **launch_options(
-            UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
-        ),
+        logits, temperature, support, shift, shifted, num_rows, vocabulary, logits.stride(0),
+        **launch_options(UNIT=unit_temperature, COLUMNS=SHIFT_COLUMNS),
     )  # fmt: skip
     return shifted
