@@ -45,18 +45,16 @@ def attention(
         return attention_varlen(q, k, v, layout, scale=head_dim**-0.5)[0]
 
     def stock() -> Tensor:
-        out = _sdpa(
-            *(x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves), causal=True
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        heads_first = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves)
+        return _sdpa(*heads_first, causal=True).transpose(1, 2)
 
-    def calls(forward: Callable[[], Tensor]) -> Sequence[Call]:
-        return [gradients(forward, leaves, [do]) if backward else forward]
+    def calls(forward: Callable[[], Tensor], dy: Tensor) -> Sequence[Call]:
+        return [gradients(forward, leaves, [dy]) if backward else forward]
 
     moved = float(sum(x.nbytes for x in (*leaves, q)))
     return bench.measure(
-        ours=Contestant(calls(ours)),
-        stock=_backends(bench, lambda: calls(stock)),
+        ours=Contestant(calls(ours, do)),
+        stock=_backends(bench, lambda: calls(stock, do.view(batch, length, *do.shape[1:]))),
         moved_bytes=2 * moved if backward else moved,
         # Causal: two products over half of the square; five in backward.
         operations=(2.5 if backward else 1.0) * 2.0 * q.numel() * length,
