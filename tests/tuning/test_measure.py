@@ -6,7 +6,7 @@ from triton.runtime.errors import OutOfResources
 
 from rl_consistency.kernels.core.findings import RULE, Winner
 from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
-from rl_consistency.tuning.measure import MARGIN, measured, race
+from rl_consistency.tuning.tune import MARGIN, measured, race
 
 ENTRY = "add/n8/m1"
 
