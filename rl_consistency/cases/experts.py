@@ -20,7 +20,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.core.findings import schedule_name
 from rl_consistency.kernels.experts import schedules
-from rl_consistency.kernels.experts.fold_triton import Runs, describes_rows, find_runs, fold_runs
+from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
@@ -244,12 +244,11 @@ def expert_fold(
         # What a fresh gradient holds does not count.
         before = torch.full((experts, n, k), torch.nan, device=device)
         before = before if fresh else setting.wide((experts, n, k), 2)
-        return dy, x, runs.places, runs.rows, runs.first, before.to(accumulator_dtype(x))
+        return dy, x, *runs, before.to(accumulator_dtype(x))
 
     def run(schedule: Any, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
-        *tables, gradient = rest
-        runs = Runs(*tables)
-        fold_runs(gradient, dy, x, runs, dy_by_row=dy_by_row, fresh=fresh, schedule=schedule)
+        *runs, gradient = rest
+        fold_runs(gradient, dy, x, *runs, dy_by_row=dy_by_row, fresh=fresh, schedule=schedule)
         return gradient
 
     sizes, tma = (pairs, experts, n, k), describes_rows(device, dtype, n, k)
