@@ -8,7 +8,7 @@ from rl_consistency.cases.case import Setting
 from rl_consistency.cases.experts import expert_fold, expert_product
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner
-from rl_consistency.kernels.experts.fold_triton import Runs, fold_runs
+from rl_consistency.kernels.experts.fold_triton import fold_runs
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
@@ -73,7 +73,7 @@ CASES = {
     "experts fold": (
         lambda setting: expert_fold(setting, 40, 2, 4, 24, 48),
         lambda dy, x, places, rows, first, g: fold_runs(
-            g, dy, x, Runs(places, rows, first), dy_by_row=False, fresh=True
+            g, dy, x, places, rows, first, dy_by_row=False, fresh=True
         ),
     ),
     "norm": (
