@@ -53,19 +53,15 @@ def router_cases(setting: Setting) -> Iterator[Case]:
         found = route_reference(x, weight, TOP_K, normalize=normalize)
         return *found, x @ weight.t()
 
+    names = {"rows": ("x",), "shared": ("weight",), "gradients": ("x", "weight")}
+    case = partial(Case, op="router", **names, draw=draw, filler={"x": 1.0})
     for size, normalize in (("normalized", True), ("plain", False)):
-        yield Case(
-            op="router",
+        yield case(
             size=size,
-            rows=("x",),
-            shared=("weight",),
-            gradients=("x", "weight"),
             outputs=("ids", "weights", "logits"),
-            draw=draw,
             draw_dys=chosen_dys,
             call=partial(route_with_logits, top_k=TOP_K, normalize=normalize),
             reference=partial(exact, normalize=normalize),
-            filler={"x": 1.0},
         )
 
     def stock(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,20 +70,14 @@ def router_cases(setting: Setting) -> Iterator[Case]:
     def of_all(x: Tensor, weight: Tensor, **buffers: Any) -> Tensor:
         return route_with_logits(x, weight, EXPERTS, normalize=False, **buffers)[1]
 
-    yield Case(
-        op="router",
+    yield case(
         size=f"{hidden} x {EXPERTS}",
-        rows=("x",),
-        shared=("weight",),
-        gradients=("x", "weight"),
         outputs=("weights",),
-        draw=draw,
         draw_dys=lambda rows, seed: (setting.drawn((rows, EXPERTS), seed + 2, 0.02),),
         call=of_all,
         stock=stock,
         reference=lambda x, weight: (x @ weight.t()).softmax(-1),
         seeds=seeds(MANY),
-        filler={"x": 1.0},
     )
 
 

@@ -122,10 +122,9 @@ def projection_cases(setting: Setting) -> Iterator[Case]:
         weights = (setting.drawn((n, inner), seed + 1 + i, scale) for i, n in enumerate(sizes))
         return setting.drawn((rows, inner), seed, 0.01), *weights
 
-    yield Case(
-        op="linear",
+    case = partial(Case, op="linear", rows=("x",))
+    yield case(
         size="q, k, v in one call",
-        rows=("x",),
         shared=("wq", "wk", "wv"),
         outputs=("q", "k", "v"),
         draw=partial(draw, sizes=columns),
@@ -133,10 +132,8 @@ def projection_cases(setting: Setting) -> Iterator[Case]:
         reference=lambda x, *weights: tuple(F.linear(x, w) for w in weights),
         ways={"by linear": lambda x, *weights: tuple(linear(x, w) for w in weights)},
     )
-    yield Case(
-        op="linear",
+    yield case(
         size="gate, up, silu in one call",
-        rows=("x",),
         shared=("w_gate", "w_up"),
         draw=partial(draw, sizes=[setting.shapes.glu_width] * 2),
         call=op.linear_glu,

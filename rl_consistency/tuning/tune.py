@@ -197,16 +197,7 @@ def tune_works(
     return TuningReport(outcomes=outcomes, left_out=left_out, path=path, seconds=clock())
 
 
-@dataclass(frozen=True)
-class Race:
-    """Which of some calls is the fastest, and whether it beats the default for sure."""
-
-    winner: str
-    winner_us: float
-    default_us: float
-
-
-def race(timers: Mapping[str, Timer], default: str) -> Race:
+def race(timers: Mapping[str, Timer], default: str) -> Winner:
     """The winner of some timers by median seconds; `default` unless a challenger beats it twice."""
     screened = _medians(interleaved(timers, seconds=0.0, least=SCREEN_ROUNDS, most=SCREEN_ROUNDS))
     limit = NEAR * min(screened.values())
@@ -217,7 +208,7 @@ def race(timers: Mapping[str, Timer], default: str) -> Race:
         times = _finals(timers, [default, best])
     if times[best] > MARGIN * times[default]:
         best = default
-    return Race(best, 1e6 * times[best], 1e6 * times[default])
+    return Winner(best, 1e6 * times[best], 1e6 * times[default])
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
@@ -232,16 +223,16 @@ def measured(work: Launch, bench: ColdDevice, store: Findings, *, again: bool = 
     """
     kept = None if again else store.finding(work.entry)
     if kept is not None and kept.us and kept.schedule in (RULE, *work.candidates):
-        winner = work.default if kept.schedule == RULE else kept.schedule
-        if winner in _usable(work, bench, store, [winner])[1]:
-            return _outcome(work, store, Race(winner, kept.us, kept.default_us), known=True)
+        found = replace(kept, schedule=work.default) if kept.schedule == RULE else kept
+        if found.schedule in _usable(work, bench, store, [found.schedule])[1]:
+            return _outcome(work, store, found, known=True)
         # It has been withdrawn just now.
     found = _raced(work, bench, store, work.default)
-    if found.winner != work.default and not _holds_for_fewer(work, found.winner, bench, store):
-        found = replace(found, winner=work.default, winner_us=found.default_us)
+    if found.schedule != work.default and not _holds_for_fewer(work, found.schedule, bench, store):
+        found = Winner(work.default, found.default_us, found.default_us)
     # The rule decides by the exact rows where it did not lose.
-    schedule = RULE if found.winner == work.default else found.winner
-    store.keep(work.entry, Winner(schedule, found.winner_us, found.default_us))
+    kept = replace(found, schedule=RULE) if found.schedule == work.default else found
+    store.keep(work.entry, kept)
     return _outcome(work, store, found)
 
 
@@ -270,11 +261,11 @@ def _usable(
 
 def _raced(
     work: Launch, bench: ColdDevice, store: Findings, default: str, only: Iterable[str] = ()
-) -> Race:
-    """The race of those that are usable; of `default` alone, without times, where it is not."""
+) -> Winner:
+    """The winner of those that are usable; none where `default` is not."""
     operands, usable = _usable(work, bench, store, only)
     if default not in usable:
-        return Race("", 0.0, 0.0)
+        return Winner("")
     # Timed calls may write into their operands, so all of them come after the comparisons.
     copies = bench.copies(sum(x.nbytes for x in operands))
     sets = [operands, *(work.operands() for _ in range(copies - 1))]
@@ -287,18 +278,18 @@ def _holds_for_fewer(work: Launch, winner: str, bench: ColdDevice, store: Findin
     fewer = work.fewer
     if fewer is None or fewer.default == winner:
         return True
-    return _raced(fewer, bench, store, winner, [winner]).winner == winner
+    return _raced(fewer, bench, store, winner, [winner]).schedule == winner
 
 
-def _outcome(work: Launch, store: Findings, found: Race, *, known: bool = False) -> Outcome:
+def _outcome(work: Launch, store: Findings, found: Winner, *, known: bool = False) -> Outcome:
     names = {name: of_work(work.entry, name) for name in work.candidates}
     withdrawn = store.withdrawn
     return Outcome(
         work=work,
         default=work.default,
         default_us=found.default_us,
-        winner=found.winner,
-        winner_us=found.winner_us,
+        winner=found.schedule,
+        winner_us=found.us,
         withdrawn={name: withdrawn[of] for name, of in names.items() if of in withdrawn},
         known=known,
     )
