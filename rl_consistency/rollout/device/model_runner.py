@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PagedAttention, SharedRun
+from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.models.forward import (
     attend_to_anything,
     layer_parameters,
@@ -34,7 +35,6 @@ from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
 from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
 from rl_consistency.rollout.device.random_stream import device_uniforms
-from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -294,7 +294,8 @@ class ModelRunner:
         routing = record.fingerprints(rows)
         logits = next_token_logits(self._model, hidden)
         params, keys = state.sampling(inputs["row_slots"], truncates=truncates)
-        tokens, logprobs = sample(logits, params, device_uniforms(keys, positions + 1))
+        uniforms = device_uniforms(keys, positions + 1)
+        tokens, logprobs = distribution(logits, params).sample(uniforms)
         state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         return torch.stack([tokens, logprobs.view(torch.int32).long(), *routing])
 
