@@ -30,7 +30,7 @@ from torch import Tensor
 from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
-from rl_consistency.kernels.sampling.statistics_triton import (
+from rl_consistency.kernels.sampling.vocabulary_triton import (
     BLOCK,
     VOCABULARY_BLOCK,
     launch_options,

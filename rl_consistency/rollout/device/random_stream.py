@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
+from rl_consistency.kernels.sampling.vocabulary_triton import philox_uniforms
 
 ROUNDS = 10
 KEY_WORDS = 5  # words of a stream key: seed low and high, sample index, prompt id low and high
