@@ -81,9 +81,13 @@ from rl_consistency.trainers.run_directory.summary import (
     write_summary,
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
-from rl_consistency.trainers.tracking.tracked_steps import take_steps
-from rl_consistency.trainers.tracking.trackers import RunOutput, TrackerSet, trackers_of
-from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
+from rl_consistency.trainers.tracking import (
+    RunOutput,
+    TrackerSet,
+    check_wandb,
+    take_steps,
+    trackers_of,
+)
 from rl_consistency.trainers.warm_start import fifths_told, targets_of, warm_start
 
 Announce = Callable[[str], None]

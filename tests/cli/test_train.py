@@ -12,9 +12,9 @@ import yaml
 from rl_consistency.cli import plots, report, train
 from rl_consistency.cli.main import main
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.tracking import trackers
 from tests.trainers.conftest import RECIPE as TINY
 
 RECIPE = TINY | {
@@ -72,7 +72,7 @@ def told(monkeypatch):
         def close(self, *, failed):
             found.append(failed)
 
-    monkeypatch.setattr(trackers, "WandbTracker", Wandb)
+    monkeypatch.setattr(tracking, "WandbTracker", Wandb)
     monkeypatch.setattr(run_module, "check_wandb", lambda section, warn: section)
     return found
 

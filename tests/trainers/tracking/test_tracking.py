@@ -15,12 +15,10 @@ from rl_consistency.parity.metrics import all_metrics
 from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.tracking import wandb_tracker
-from rl_consistency.trainers.tracking.console import ConsoleTable
-from rl_consistency.trainers.tracking.trackers import TrackerSet
-from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker, check_wandb
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
 from tests.trainers.tracking.wandb_file import records
 
 STEP = {
@@ -105,7 +103,7 @@ OFFLINE, ONLINE = WandbSection(project="p"), WandbSection(project="p", mode="onl
 
 def test_without_wandb_a_run_is_warned_once_and_the_tracker_is_an_error(tmp_path, monkeypatch):
     warned = []
-    monkeypatch.setattr(wandb_tracker, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert check_wandb(OFFLINE, warned.append) is None and check_wandb(None, warned.append) is None
     (line,) = warned
     assert "the run goes on" in line and "pip install 'rl-consistency[wandb]'" in line
@@ -163,7 +161,7 @@ def test_another_error_of_the_tracker_is_not_hidden(tmp_path, monkeypatch):
     """Negative control: a mistake of ours is no failure of wandb's."""
     pytest.importorskip("wandb", reason="wandb is an optional extra")
     tracker = WandbTracker("project", directory=tmp_path)
-    monkeypatch.setattr(wandb_tracker, "log_drift", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(tracking, "log_drift", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tracker.log(1, STEP)
     tracker.close()
