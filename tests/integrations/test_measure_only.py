@@ -12,17 +12,17 @@ from trl.generation.vllm_generation import extract_logprobs
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from rl_consistency.models.modules import CanonicalModule
-from tests.integrations.trainers import grpo, logged, sft
+from tests.integrations.trainers import logged, sft
 
 KINDS = {"GRPO": {}, "RLOO": {"config": RLOOConfig, "trainer": RLOOTrainer, "beta": 0.0}}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_stock_tokens_differ_by_rounding_and_the_run_is_stock_s(kind, directory, tmp_path, attach):
+def test_stock_tokens_differ_by_rounding_and_the_run_is_stock_s(kind, attach, make):
     """Negative control of every 0 elsewhere: the same trainer without the patch."""
-    stock = grpo(directory, tmp_path, **kind)
+    stock = make(**kind)
     stock.train()
-    watched = grpo(directory, tmp_path, **kind)
+    watched = make(**kind)
     attachment = attach(watched, measure_only=True)
     watched.train()
     assert not isinstance(watched.model, CanonicalModule)
@@ -36,25 +36,23 @@ def test_stock_tokens_differ_by_rounding_and_the_run_is_stock_s(kind, directory,
     assert all(map(torch.equal, *weights))
 
 
-def test_arguments_that_the_patch_refuses_can_be_measured(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, bf16=True, repetition_penalty=1.1)
-    attachment = attach(trainer, measure_only=True)
-    trainer.train()
+def test_arguments_that_the_patch_refuses_can_be_measured(run):
+    trainer, attachment = run(bf16=True, repetition_penalty=1.1, attached={"measure_only": True})
     assert attachment.drift.max_abs_diff > 1e-3
     assert not logged(trainer, "consistency/uncompared_tokens")
 
 
-def test_detach_gives_back_generate_and_forward(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path)
+def test_detach_gives_back_generate_and_forward(attach, make):
+    trainer = make()
     found, own = dict(vars(trainer)), dict(vars(trainer.model))
     attach(trainer, measure_only=True).detach()
     assert vars(trainer) == found and vars(trainer.model) == own
 
 
-def test_what_cannot_be_measured_is_refused(directory, tmp_path, attach):
+def test_what_cannot_be_measured_is_refused(attach, make):
     with pytest.raises(TypeError, match="a SFTTrainer does not generate"):
-        attach(sft(directory, tmp_path), measure_only=True)
-    trainer = grpo(directory, tmp_path)
+        attach(make(sft), measure_only=True)
+    trainer = make()
     with pytest.raises(TypeError, match="measure_only=True leaves generation as it is"):
         attach(trainer, measure_only=True, num_kv_blocks=9)
     trainer.args.use_transformers_continuous_batching = True
@@ -107,13 +105,11 @@ def vllm(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_the_drift_of_vllm_is_measured_and_the_run_is_stock_s(
-    kind, directory, tmp_path, attach, vllm
-):
+def test_the_drift_of_vllm_is_measured_and_the_run_is_stock_s(kind, attach, vllm, make):
     options = {"use_vllm": True, "temperature": 0.7, "gradient_accumulation_steps": 2}
-    stock = grpo(directory, tmp_path, **kind, **options)
+    stock = make(**kind, **options)
     stock.train()
-    watched = grpo(directory, tmp_path, **kind, **options)
+    watched = make(**kind, **options)
     backend = dict(vars(watched.vllm_generation))
     with attach(watched, measure_only=True) as attachment:
         watched.train()
@@ -128,13 +124,11 @@ def test_the_drift_of_vllm_is_measured_and_the_run_is_stock_s(
 
 
 @pytest.mark.parametrize("asked", [0, 3])
-def test_a_vllm_at_another_temperature_is_seen(
-    asked, directory, tmp_path, attach, vllm, monkeypatch
-):
+def test_a_vllm_at_another_temperature_is_seen(asked, attach, vllm, monkeypatch, make):
     """Negative control, with the logprobs of other tokens beside the sampled one's too."""
     for warmer in (1.0, 1.1):
         monkeypatch.setattr(vllm, "warmer", warmer)
-        trainer = grpo(directory, tmp_path, use_vllm=True, max_steps=1)
+        trainer = make(use_vllm=True, max_steps=1)
         trainer.vllm_generation.logprobs = asked
         attachment = attach(trainer, measure_only=True)
         trainer.train()
