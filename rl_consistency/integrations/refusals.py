@@ -163,10 +163,16 @@ def check_engine_options(options: dict[str, Any]) -> None:
         )
 
 
-def check_gradient_options(every: object, seconds: object) -> None:
-    """ValueError for a value that no gradient check can have."""
+def check_gradient_options(trainer: Any, every: object, seconds: object) -> None:
+    """ValueError for a value that no gradient check of this trainer can have."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
         raise ValueError(f"check_gradients_every={every!r}; give a number of steps, 0 for never.")
+    smooths = getattr(trainer.args, "label_smoothing_factor", 0.0)
+    if every and (smooths or getattr(trainer, "compute_loss_func", None) is not None):
+        raise ValueError(
+            "check_gradients_every reads scores of calls with labels, which label_smoothing_factor "
+            "and compute_loss_func leave out; set it to 0."
+        )
     if seconds is None:
         return
     if not isinstance(seconds, int | float) or not seconds > 0:
@@ -197,12 +203,6 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
         yield from _uncovered(trainer, _PLAIN)
     if kind in ("GRPOTrainer", "RLOOTrainer"):
         yield from _rollout_faults(trainer)
-
-
-def takes_logits(trainer: Any) -> bool:
-    """Whether the trainer computes its loss from logits, in a call without labels."""
-    func = getattr(trainer, "compute_loss_func", None)
-    return bool(getattr(trainer.args, "label_smoothing_factor", 0.0)) or func is not None
 
 
 def _generation_faults(model: Any) -> Iterator[str]:
