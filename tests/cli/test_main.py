@@ -127,7 +127,14 @@ def test_a_closed_pipe_is_quiet(tmp_path, script, write):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["unknown"], ["verify", "--unknown"], ["--vers"], ["train", "recipe", "--over"]],
+    [
+        [],
+        ["unknown"],
+        ["verify", "--unknown"],
+        ["--vers"],
+        ["train", "recipe", "--over"],
+        ["train", "recipe", "--resume", "--overwrite"],
+    ],
 )
 def test_a_wrong_call_is_bad_input(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:

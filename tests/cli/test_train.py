@@ -224,11 +224,6 @@ def test_a_run_is_resumed_or_replaced_only_when_told(command, undrawn):
     assert command("--overwrite") == 0
 
 
-def test_resuming_and_replacing_at_once_is_refused(command):
-    with pytest.raises(SystemExit):
-        command("--resume", "--overwrite")
-
-
 def test_the_whole_recipe_is_printed_and_reads_back_without_a_run(command, tmp_path, capsys):
     name = "x" * 300  # longer than any terminal
     assert command("--print-config", "--set", f"data.prompt_template={name} {{prompt}}") == 0
