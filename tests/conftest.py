@@ -86,4 +86,4 @@ def pytest_collection() -> Iterator[None]:
 def nothing_held(monkeypatch):
     """Sessions that other tests of this process left open hold no settings here."""
     gc.collect()
-    monkeypatch.setattr(settings, "_held", settings._Held())
+    monkeypatch.setattr(settings, "_held", [])

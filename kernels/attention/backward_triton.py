@@ -44,8 +44,7 @@ from rl_consistency.kernels.attention.tiles_triton import (
     visible,
 )
 from rl_consistency.kernels.core.launch import cdiv, remembered
-from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
+from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps, tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)
 

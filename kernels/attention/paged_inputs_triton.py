@@ -27,9 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.attention.cache_write_triton import cache_write, require_cache
 from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import dense_rows, has_tma
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.pointwise.rotary import require_rotary, rotary
 from rl_consistency.kernels.rms_norm.norm_triton import mean_of, row_tree
 from rl_consistency.kernels.rms_norm.op import require_norm, rms_norm

@@ -1,4 +1,4 @@
-"""Facts that decide which schedule runs: the GPU's, and whether operands fit tile descriptors.
+"""Facts that decide which schedule runs: the GPU's, and how operands lie in its memory.
 
 State: this module reads a device's facts once per process and caches them.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler.compiler import max_shared_mem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's CPU interpreter. It runs pointer schedules only, to test their
@@ -25,7 +25,7 @@ DESCRIPTOR_BYTES = 16
 
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of the device; 2 in the interpreter."""
-    return 2 if INTERPRETED else _sm_count(device.index)
+    return 2 if INTERPRETED else _properties(device.index).multi_processor_count
 
 
 def has_tma(device: torch.device) -> bool:
@@ -40,12 +40,15 @@ def has_wgmma(device: torch.device) -> bool:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, such as (9, 0)."""
-    return _capability(device.index)
+    found = _properties(device.index)
+    return found.major, found.minor
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use; those of sm_90 in the interpreter."""
-    return 227 << 10 if INTERPRETED else _shared_memory(device.index)
+    if INTERPRETED:
+        return 227 << 10
+    return _properties(device.index).shared_memory_per_block_optin
 
 
 def takes_descriptors(*tensors: Tensor) -> bool:
@@ -65,20 +68,11 @@ def takes_descriptors(*tensors: Tensor) -> bool:
     return True
 
 
-@cache
-def _shared_memory(index: int | None) -> int:
-    return max_shared_mem(_indexed(index))
+def dense_rows(tensor: Tensor) -> Tensor:
+    """`tensor` itself if its last dimension is dense, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @cache
-def _sm_count(index: int | None) -> int:
-    return torch.cuda.get_device_properties(_indexed(index)).multi_processor_count
-
-
-@cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(_indexed(index))
-
-
-def _indexed(index: int | None) -> int:
-    return torch.cuda.current_device() if index is None else index
+def _properties(index: int | None) -> Any:
+    return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)

@@ -149,21 +149,19 @@ class _Content:
     def parse(cls, content: Any) -> _Content:
         """The content of a file; an error of `UNUSABLE` for other fields or types."""
         winners = {work: Winner(**entry) for work, entry in content["winners"].items()}
-        for winner in winners.values():
-            times = winner.us, winner.default_us
-            if type(winner.schedule) is not str or not all(map(_is_time, times)):
-                raise TypeError(f"not a winner: {winner}")
-        certificates = {
-            name: Certificate(**entry) for name, entry in content["certificates"].items()
-        }
-        for found in certificates.values():
-            if type(found.rows) is not list or any(
-                type(number) is not int for number in (found.differing, *found.rows)
-            ):
-                raise TypeError(f"not a certificate: {found}")
+        certificates = {n: Certificate(**entry) for n, entry in content["certificates"].items()}
         withdrawn = dict(content["withdrawn"].items())
-        if any(type(reason) is not str for reason in withdrawn.values()):
-            raise TypeError(f"not reasons: {withdrawn}")
+        checks: list[tuple[str, dict[str, Any], Callable[[Any], bool]]] = [
+            ("winner", winners, lambda w: type(w.schedule) is str),
+            ("winner", winners, lambda w: _is_time(w.us) and _is_time(w.default_us)),
+            ("certificate", certificates, lambda c: type(c.rows) is list),
+            ("certificate", certificates, lambda c: {*map(type, (c.differing, *c.rows))} == {int}),
+            ("reason", withdrawn, lambda reason: type(reason) is str),
+        ]
+        for kind, found, good in checks:
+            for entry in found.values():
+                if not good(entry):
+                    raise TypeError(f"not a {kind}: {entry}")
         return cls(winners, certificates, withdrawn)
 
 
@@ -345,16 +343,16 @@ def choose(
         own: candidates that its operands admit.
         alike: the work whose shipped winner stands for this one too.
     """
-    found, held = None, None if device is None else findings_of(device)
+    by_name = {schedule_name(schedule): schedule for schedule in own}
+    held = None if device is None else findings_of(device)
     if held is not None and (winner := held.winner(work)) is not None:
-        found = next((s for s in own if schedule_name(s) == winner.schedule), None)
-        if found is None:
-            held.ignore(work, f"{winner.schedule!r} is no schedule of this op")
-    if found is None and (winner := shipped().winners.get(alike or work)) is not None:
-        found = next((s for s in own if schedule_name(s) == winner.schedule), None)
-        if held is not None and held.is_withdrawn(work, winner.schedule):
-            found = None
-    return found
+        if winner.schedule in by_name:
+            return by_name[winner.schedule]
+        held.ignore(work, f"{winner.schedule!r} is no schedule of this op")
+    winner = shipped().winners.get(alike or work)
+    if winner is None or (held is not None and held.is_withdrawn(work, winner.schedule)):
+        return None
+    return by_name.get(winner.schedule)
 
 
 def picked_once(pick: Callable[..., Picked]) -> _lru_cache_wrapper[Picked]:
@@ -418,42 +416,32 @@ def identity_of(device: torch.device) -> dict[str, str]:
     } | {name: os.environ.get(name, "") for name in LIBRARY_VARIABLES}
 
 
+def _library(name: str) -> Any:
+    """A library of the driver, or one that torch has loaded; None where there is none."""
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
 @cache
 def _library_version() -> str:
-    major = str(torch.version.cuda).partition(".")[0]
-    try:
-        # Its bare name is enough, since torch has loaded it.
-        version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
-    except OSError:
+    found = _library(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
+    if found is None:
         return "unknown"
-    version.restype = ctypes.c_size_t
-    return str(version())
+    found.cublasLtGetVersion.restype = ctypes.c_size_t
+    return str(found.cublasLtGetVersion())
 
 
 @cache
 def _driver_version() -> str:
     """The CUDA version that the driver supports and its release, such as "13000/580.159.04"; either
     may change alone."""
-    return f"{_supported_version()}/{_driver_release()}"
-
-
-def _supported_version() -> str:
-    version = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return "unknown"
-    return "unknown" if failed else str(version.value)
-
-
-def _driver_release() -> str:
-    release = ctypes.create_string_buffer(80)
-    try:
-        management = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
-    if management.nvmlInit_v2():
-        return "unknown"
-    failed = management.nvmlSystemGetDriverVersion(release, len(release))
-    management.nvmlShutdown()
-    return "unknown" if failed else release.value.decode()
+    supported, release = ctypes.c_int(), ctypes.create_string_buffer(80)
+    driver, management = _library("libcuda.so.1"), _library("libnvidia-ml.so.1")
+    if driver is not None:
+        driver.cuDriverGetVersion(ctypes.byref(supported))
+    if management is not None and not management.nvmlInit_v2():
+        management.nvmlSystemGetDriverVersion(release, len(release))
+        management.nvmlShutdown()
+    return f"{supported.value or 'unknown'}/{release.value.decode() or 'unknown'}"

@@ -49,8 +49,9 @@ class _File:
     def __init__(self, path: Path, folder: Path) -> None:
         self.module = ".".join((PACKAGE, *path.relative_to(folder).with_suffix("").parts))
         tree = ast.parse(path.read_bytes())
-        body = [s for s in tree.body if not _is_string(s) and not _only_imports(s)]
-        self.statements = [s for s in body if not isinstance(s, _Imports)]
+        self.statements = [
+            s for s in tree.body if not _is_string(s) and not isinstance(s, _Imports)
+        ]
         self.names = {
             name: f"{self.module}.{name}" for s in self.statements for name in _defined(s)
         }
@@ -63,11 +64,6 @@ class _File:
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-
-
-def _only_imports(statement: ast.stmt) -> bool:
-    """Whether the statement is `if TYPE_CHECKING:` over imports."""
-    return isinstance(statement, ast.If) and all(isinstance(s, _Imports) for s in statement.body)
 
 
 def _defined(statement: ast.stmt) -> list[str]:

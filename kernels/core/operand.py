@@ -108,11 +108,6 @@ def _require_current(op: str, device: torch.device) -> None:
         )
 
 
-def dense_rows(tensor: Tensor) -> Tensor:
-    """`tensor` itself if its last dimension is dense, else a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def aligned(tensor: Tensor) -> Tensor:
     """`tensor` itself if it starts on a 64-byte boundary, else a copy that does."""
     return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

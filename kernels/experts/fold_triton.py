@@ -31,10 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
-from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma, sm_count
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, dense_rows, has_tma, sm_count
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.matrix_step import matrix_step
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.pairs_triton import members_of
 from rl_consistency.kernels.experts.schedules import (
@@ -56,6 +54,7 @@ from rl_consistency.kernels.gradient_fold.outer_triton import (
     tile_of,
 )
 from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule
+from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,9 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import dense_rows, has_tma
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.schedules import (
     RowSchedule,

@@ -29,10 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.core.device import has_tma, takes_descriptors
+from rl_consistency.kernels.core.device import dense_rows, has_tma, takes_descriptors
 from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.schedules import (
     Product,
@@ -44,6 +42,7 @@ from rl_consistency.kernels.experts.schedules import (
 from rl_consistency.kernels.matmul.product_triton import launch_options
 from rl_consistency.kernels.matmul.schedules import Schedule
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
+from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps
 
 MOST_STEPS = 128
 """The largest `block_k` of a schedule by descriptor."""

@@ -18,7 +18,7 @@ import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2
-from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import TMA as DENSE_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32

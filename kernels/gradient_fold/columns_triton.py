@@ -6,7 +6,6 @@ Cost: memory-bound.
 One program adds all steps of a column, and no other program reads what it writes.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import halve
 
@@ -136,31 +135,29 @@ def fold_step_sums(buffer: Tensor, sums: Tensor, fresh: bool = False) -> None:
 
     A `fresh` fp64 buffer counts as all zero.
     """
-    if sums.numel():
-        launch_steps(buffer, sums, fresh=fresh)
-    elif fresh:
-        buffer.zero_()
+    launch_steps(buffer, sums, fresh=fresh)
 
 
 @kernel_op(fake=lambda sums, dtype: sums.new_empty((sums.shape[1],), dtype=dtype))
 def folded_step_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Fold step sums [S, C] (fp32, contiguous) from zero in fp64 -> [C], rounded to fp32 and then
     to `dtype`."""
-    if not sums.numel():
-        return sums.new_zeros((sums.shape[1],), dtype=dtype)
     folded = sums.new_empty((sums.shape[1],), dtype=dtype)
     launch_steps(folded, sums, fresh=True)
     return folded
 
 
 def launch_steps(buffer: Tensor, sums: Tensor, *, fresh: bool, batch: int = BATCH) -> None:
-    """Fold step sums [S, C], loading `batch` of them at once."""
-    steps, columns = sums.shape
-    block = 32
-    _fold_steps_kernel[(cdiv(columns, block),)](
-        sums, buffer, steps, buffer.stride(0), FRESH=fresh, C=columns, BATCH=batch,
-        BLOCK_C=block, num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    """`fold_step_sums`, loading `batch` of them at once."""
+    if sums.numel():
+        steps, columns = sums.shape
+        block = 32
+        _fold_steps_kernel[(cdiv(columns, block),)](
+            sums, buffer, steps, buffer.stride(0), FRESH=fresh, C=columns, BATCH=batch,
+            BLOCK_C=block, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    elif fresh:
+        buffer.zero_()
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
@@ -172,6 +169,6 @@ def gradient_fold_columns(
     A `fresh` fp64 buffer counts as all zero.
     """
     if min(rows.shape) > 0:
-        fold_step_sums(buffer, step_sums(rows, rows_per_token), fresh)
+        launch_steps(buffer, step_sums(rows, rows_per_token), fresh=fresh)
     elif fresh:
         buffer.zero_()

@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,27 +49,6 @@ WRITTEN = "was written or replaced while a backward pass was between two of its 
 HOOKED = "was changed by a hook, or by a term beside the patched forward,"
 
 
-class PassMember(Protocol):
-    """What takes part in a pass."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether backward passes compute it."""
-        ...
-
-    def publish(self) -> str:
-        """Called when a pass has ended; what is wrong with the gradient, or nothing."""
-        ...
-
-    def abandon(self, lost: bool, latest: int) -> None:
-        """Called when a pass has ended in an error, though this gradient may be no part of it.
-
-        `lost`: gradients of parameters were being written. `latest`: the op that folded last. What
-        other ops have handed to autograd is taken.
-        """
-        ...
-
-
 class ForwardPass:
     """What the backward passes of one forward pass leave behind."""
 
@@ -81,23 +60,20 @@ class BackwardPasses:
     """Which pass runs, and what takes part in it."""
 
     def __init__(self) -> None:
-        self._gradients: weakref.WeakSet[PassMember] = weakref.WeakSet()
-        self._folded: list[PassMember] = []
+        self.gradients: weakref.WeakSet[_Gradient] = weakref.WeakSet()
+        """All that are told of passes which end in an error."""
+        self._folded: list[_Gradient] = []
         self._forward: ForwardPass | None = None
         """The forward pass that goes backward in the pass that runs."""
         self._writes = False
         """Whether the pass that runs writes gradients of parameters."""
-        self._asked = False
-        """Whether `watched_once` was called in the pass that runs."""
+        self._resumed = False
+        """Whether `resume_once` was called in the pass that runs."""
         self._latest = -1
         """The number that autograd gave the op which folded last."""
         self._end: weakref.ref[_End] | None = None
         """End of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
         self._closed = False
-
-    def watch(self, gradient: PassMember) -> None:
-        """Tell this gradient of passes that end in an error."""
-        self._gradients.add(gradient)
 
     def enter(self, op: int = -1) -> None:
         """Begin a pass unless one runs; ValueError if no more may begin. `op` folds next."""
@@ -109,7 +85,7 @@ class BackwardPasses:
                 "the model was restored between forward and backward. Call backward() before "
                 "restore(), inside the `with patch(...)` block."
             )
-        self._folded, self._forward, self._writes, self._asked = [], None, False, False
+        self._folded, self._forward, self._writes, self._resumed = [], None, False, False
         end = _End(self)
         self._end = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,16 +100,21 @@ class BackwardPasses:
         second one if gradients are wanted."""
         self.enter()
         other = self._forward is not None and self._forward is not forward
-        if other and any(gradient.wanted for gradient in self._gradients):
+        if other and any(gradient.parameter.requires_grad for gradient in self.gradients):
             raise ValueError(several_forward_passes("the model"))
         self._forward = forward
 
-    def watched_once(self) -> list[Any]:
-        """All gradients at the first call in a pass, then none."""
-        asked, self._asked = self._asked, True
-        return [] if asked else list(self._gradients)
+    def resume_once(self) -> None:
+        """At the first call in a pass make the accumulators of all gradients fit them, in few
+        launches."""
+        gradients = [] if self._resumed else list(self.gradients)
+        self._resumed = True
+        found = [each for gradient in gradients if (each := gradient.resumable()) is not None]
+        resume_accumulators(each for _, each in found)
+        for left, each in found:
+            left.resumed = each.gradient._version
 
-    def add(self, gradient: PassMember, writes: bool) -> None:
+    def add(self, gradient: _Gradient, writes: bool) -> None:
         """Have the gradient published at the end of the pass, which writes it or returns it."""
         self._folded.append(gradient)
         self._writes |= writes
@@ -155,7 +136,7 @@ class BackwardPasses:
     def abandon(self) -> None:
         """Tell all gradients that the pass has ended in an error."""
         self._end = None
-        for gradient in list(self._gradients):
+        for gradient in list(self.gradients):
             gradient.abandon(self._writes, self._latest)
 
 
@@ -209,15 +190,6 @@ def _fail_here() -> None:
 at_backward_errors(_fail_here)
 
 
-def several_backward_passes(what: str) -> str:
-    """Why gradients of one forward pass may be written once."""
-    return (
-        f"a second backward pass of one forward pass adds to the gradient of {what}, which would "
-        "make it depend on how the batch was cut. Add the losses and call backward() once, or do "
-        "the forward pass again."
-    )
-
-
 def several_forward_passes(what: str) -> str:
     """Why a parameter or a model may take part in one backward pass only once."""
     return (
@@ -260,12 +232,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def made_alike(gradient: Tensor, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autograd would make such a gradient itself."""
-    alike = gradient.dtype == dtype and gradient.shape == parameter.shape
-    return alike and gradient.stride() == parameter.stride()
-
-
 def filled(parameter: Tensor, *, zeroed: bool) -> Tensor:
     """A new accumulator, all zero or not written yet."""
     make = torch.zeros_like if zeroed else torch.empty_like
@@ -287,23 +253,6 @@ def add_up(accumulators: list[Tensor | None], out: Tensor) -> Tensor:
     return out.copy_(total)
 
 
-def resumed(accumulators: list[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
-    """The accumulators of a gradient; where it was changed since, it is what it is now."""
-    same = add_up(accumulators, torch.empty_like(gradient)) == gradient
-    found: list[Tensor | None] = []
-    changed: Tensor | float = gradient
-    for part in accumulators:
-        found.append(None if part is None else torch.where(same, part, changed))
-        changed = changed if part is None else 0.0
-    return found
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bytes."""
-    a, b = (tensor.contiguous().view(torch.uint8) for tensor in (a, b))
-    return torch.equal(a, b)
-
-
 class GradientBuffer:
     """One use of one parameter; tied weights have several, so that no use interrupts another.
 
@@ -311,8 +260,8 @@ class GradientBuffer:
     of all passes since `zero_grad`, which is what a tensor hook sees.
     """
 
-    def __init__(self, parameter: nn.Parameter):
-        self._gradient, self._use = _Gradient(parameter, 1, BackwardPasses()), 0
+    def __init__(self, parameter: nn.Parameter, shared: _Gradient | None = None, use: int = 0):
+        self._gradient, self._use = shared or _Gradient(parameter, 1, BackwardPasses()), use
 
     @classmethod
     def for_uses(
@@ -322,11 +271,8 @@ class GradientBuffer:
 
         Parameters of one model share its `passes`.
         """
-        buffers: list[GradientBuffer] = [cls(parameter) for _ in range(count)]
         shared = _Gradient(parameter, count, passes or BackwardPasses())
-        for use, buffer in enumerate(buffers):
-            buffer._gradient, buffer._use = shared, use
-        return buffers
+        return [cls(parameter, shared, use) for use in range(count)]
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -350,10 +296,22 @@ class GradientBuffer:
         """What a backward function returns for the parameter; see `fold_parameter`."""
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # what was folded before is no part of a graph
-        return self._gradient.fold(self._use, ctx, fold, overwrites)
+        if self._gradient.captured is not None:
+            fold(self._gradient.captured, False)
+            return None
+        accumulates = accumulates_gradient(ctx, self.parameter)
+        if accumulates is None:
+            return None
+        accumulator = self.begin(ctx._sequence_nr(), accumulates)
+        fresh = accumulator is None
+        if accumulator is None:
+            accumulator = filled(self.parameter, zeroed=not overwrites)
+        fold(accumulator, fresh)
+        return self.finish(accumulator)
 
     @property
     def uses(self) -> int:
+        """How many uses the parameter has."""
         return self._gradient.uses
 
     @contextmanager
@@ -385,7 +343,7 @@ class _Left:
         """Version of the gradient that the accumulators fit, in the pass that runs."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a saved gradient is a plain tensor, with an attribute that says nothing."""
+        # A copy or a saved gradient is a plain tensor, with an attribute that says nothing.
         return OrderedDict, ()
 
 
@@ -395,7 +353,7 @@ class _Gradient:
     def __init__(self, parameter: nn.Parameter, uses: int, passes: BackwardPasses):
         self.parameter, self.uses, self.passes = parameter, uses, passes
         self.captured: Tensor | None = None
-        passes.watch(self)
+        passes.gradients.add(self)
         self._forget()
 
     def __getstate__(self) -> tuple[nn.Parameter, int]:
@@ -406,24 +364,9 @@ class _Gradient:
         self.__init__(*state, BackwardPasses())
 
     @property
-    def wanted(self) -> bool:
-        """Whether the parameter is trained."""
-        return self.parameter.requires_grad
-
-    def fold(self, use: int, ctx: Any, fold: Fold, overwrites: bool) -> Tensor | None:
-        """See `fold_parameter`."""
-        if self.captured is not None:
-            fold(self.captured, False)
-            return None
-        accumulates = accumulates_gradient(ctx, self.parameter)
-        if accumulates is None:
-            return None
-        accumulator = self.begin(use, ctx._sequence_nr(), accumulates)
-        fresh = accumulator is None
-        if accumulator is None:
-            accumulator = filled(self.parameter, zeroed=not overwrites)
-        fold(accumulator, fresh)
-        return self.finish(use, accumulator)
+    def name(self) -> str:
+        """What errors call the parameter."""
+        return f"a parameter of shape {tuple(self.parameter.shape)}"
 
     def begin(self, use: int, op: int, accumulates: bool) -> Tensor | None:
         self._op = op
@@ -443,8 +386,7 @@ class _Gradient:
                 self._continue(self.parameter.grad)
             self.passes.add(self, accumulates)
         elif use in self._folded or accumulates != self._accumulates:
-            parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
-            raise ValueError(several_forward_passes(parameter))
+            raise ValueError(several_forward_passes(self.name))
 
     def _continue(self, gradient: Tensor | None) -> None:
         """Take the accumulators that a gradient is the sum of."""
@@ -455,13 +397,16 @@ class _Gradient:
         if gradient is None:
             return
         if self.passes.again and bool(gradient.any()):
-            parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
-            raise ValueError(several_backward_passes(parameter))
+            raise ValueError(
+                "a second backward pass of one forward pass adds to the gradient of "
+                f"{self.name}, which would make it depend on how the batch was cut. Add the "
+                "losses and call backward() once, or do the forward pass again."
+            )
         left = getattr(gradient, _LEFT, None) or _Left([])
         touched = gradient._version != left.version
         self._adds = not (self._hooked or left.fault) or not touched or bool(gradient.any())
         if left.fault and self._adds:
-            raise ValueError(_not_continued(self.parameter, left.fault))
+            raise ValueError(self._not_continued(left.fault))
         self._in_place = self._in_place and gradient.is_contiguous()
         if self._in_place:
             self._accumulators[0] = gradient
@@ -474,11 +419,17 @@ class _Gradient:
         self._before, self._version = gradient, gradient._version
 
     def _resumed(self, left: _Left, gradient: Tensor) -> list[Tensor | None]:
-        """The accumulators of `.grad`, made to fit it."""
-        _resume_together(self.passes.watched_once())
+        """The accumulators of `.grad`; where it was changed since, they are what it is now."""
+        self.passes.resume_once()
         if left.resumed == gradient._version:
             return left.accumulators
-        return resumed(left.accumulators, gradient)
+        same = add_up(left.accumulators, torch.empty_like(gradient)) == gradient
+        found: list[Tensor | None] = []
+        changed: Tensor | float = gradient
+        for part in left.accumulators:
+            found.append(None if part is None else torch.where(same, part, changed))
+            changed = changed if part is None else 0.0
+        return found
 
     def resumable(self) -> tuple[_Left, Resumed] | None:
         """What a kernel can resume on the current device before the gradient is folded."""
@@ -504,10 +455,12 @@ class _Gradient:
             self._accumulators[0] = None
             return only if before is None else self._lent(before)
         if self._written_beside:
-            raise ValueError(_not_continued(self.parameter, WRITTEN))
+            raise ValueError(self._not_continued(WRITTEN))
         dtype = gradient_dtype(self.parameter)
-        if before is not None and not self._hooked and made_alike(before, self.parameter, dtype):
-            return self._lent(add_up(self._accumulators, before))
+        if before is not None and not self._hooked:
+            of_autograd = dtype, self.parameter.shape, self.parameter.stride()
+            if (before.dtype, before.shape, before.stride()) == of_autograd:
+                return self._lent(add_up(self._accumulators, before))
         if only is not None and self.uses == 1:
             gradient = only.to(dtype, copy=True)
         else:
@@ -534,7 +487,8 @@ class _Gradient:
         return gradient.detach()
 
     def publish(self) -> str:
-        """End a pass: leave the accumulators with the gradient that autograd has written."""
+        """End a pass: leave the accumulators with the gradient that autograd has written. Returns
+        what is wrong with it, or nothing."""
         if len(self._folded) < self.uses and (error := self._complete()):
             return error
         error = ""
@@ -549,11 +503,11 @@ class _Gradient:
                     before.copy_(gradient)
                 gradient = self.parameter.grad = before
             left = _Left(self._accumulators)
-            if self._hooked and not same_bytes(
-                add_up(left.accumulators, gradient.clone()), gradient
-            ):
-                left = _Left([], HOOKED)
-                error = _not_continued(self.parameter, HOOKED) if self._adds else ""
+            if self._hooked:
+                own = add_up(left.accumulators, gradient.clone())
+                if not torch.equal(*(x.contiguous().view(torch.uint8) for x in (own, gradient))):
+                    left = _Left([], HOOKED)
+                    error = self._not_continued(HOOKED) if self._adds else ""
             if left.fault or not self._in_place:
                 setattr(gradient, _LEFT, left)
         self._forget()
@@ -567,14 +521,18 @@ class _Gradient:
             torch.autograd.backward(self.parameter, self._handed())
             return ""
         return (
-            f"the loss depends on {len(self._folded)} of the {self.uses} uses of a tied parameter "
-            f"of shape {tuple(self.parameter.shape)}, which torch.autograd.grad and parameters "
+            f"the loss depends on {len(self._folded)} of the {self.uses} uses of {self.name}, "
+            "which torch.autograd.grad and parameters "
             "with hooks or other terms of the loss do not cover. Call backward() for these terms "
             "alone, remove the hooks, and read .grad."
         )
 
     def abandon(self, lost: bool, latest: int) -> None:
-        """Mark what a failed pass has left."""
+        """Mark what a failed pass has left, though this gradient may be no part of it.
+
+        `lost`: gradients of parameters were being written. `latest`: the op that folded last;
+        autograd owns what the other ops returned.
+        """
         version, before, given_now = self._ready, self._before, self._op == latest
         self._forget()
         gradient = self.parameter.grad
@@ -604,13 +562,12 @@ class _Gradient:
         """Versions of `.grad`: before the pass, and once its values are in what autograd takes."""
         self._hooked = self._in_place = False
 
-
-def _resume_together(gradients: list[_Gradient]) -> None:
-    """Make the accumulators of all these gradients fit them, in few launches."""
-    found = [each for gradient in gradients if (each := gradient.resumable()) is not None]
-    resume_accumulators(each for _, each in found)
-    for left, each in found:
-        left.resumed = each.gradient._version
+    def _not_continued(self, fault: str) -> str:
+        return (
+            f"the gradient of {self.name} {fault} so the fold cannot be continued. Call "
+            "optimizer.zero_grad() and do all micro-batches of the step again, in one backward "
+            "pass if a hook changes gradients."
+        )
 
 
 def fold_parameter(
@@ -637,11 +594,3 @@ def fold_parameter(
     gradient = filled(parameter, zeroed=not overwrites)
     fold(gradient, True)
     return gradient.to(gradient_dtype(parameter))
-
-
-def _not_continued(parameter: Tensor, fault: str) -> str:
-    return (
-        f"the gradient of a parameter of shape {tuple(parameter.shape)} {fault} so the fold cannot "
-        "be continued. Call optimizer.zero_grad() and do all micro-batches of the step again, in "
-        "one backward pass if a hook changes gradients."
-    )

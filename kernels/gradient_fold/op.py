@@ -67,7 +67,8 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
         buffer.copy_(whole)
         return
     if buffer.is_cuda:
-        require_operands("gradient_fold", dy=dy, x=x)
+        if (dy.dtype, dy.device) != (x.dtype, x.device):
+            require_operands("gradient_fold", dy=dy, x=x)
         if not (fresh and outer_from_zero(dy, x, buffer)):
             outer_triton.gradient_fold_outer(buffer, dy, x, fresh)
         return
@@ -91,9 +92,13 @@ def fold_columns(
     if buffer.is_cuda:
         columns_triton.gradient_fold_columns(buffer, rows, rows_per_token, fresh)
         return
+    fold_step_sums(buffer, step_sums(rows, rows_per_token), fresh=fresh)
+
+
+def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
+    """The halving tree of each step on a CPU: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
     step = STEP * rows_per_token
-    rows = _whole_steps(rows, step)
-    fold_step_sums(buffer, tree_sum(rows.view(-1, step, rows.shape[1]), dim=1), fresh=fresh)
+    return tree_sum(_whole_steps(rows, step).view(-1, step, rows.shape[1]), dim=1)
 
 
 def fold_step_sums(buffer: Tensor, sums: Tensor, *, fresh: bool = False) -> None:

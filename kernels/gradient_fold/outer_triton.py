@@ -8,7 +8,6 @@ A program loads its tile of the gradient, continues it and stores it. No program
 reads, and no addition is atomic.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.core.device import has_tma, sm_count, takes_descriptors
+from rl_consistency.kernels.core.device import dense_rows, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.launch import remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import matrix_step
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule, pick
+from rl_consistency.kernels.reduction.tree_fold_triton import halves, matrix_step
 
 GROUP = 8
 """Rows of tiles that programs walk together, to share operands in the L2 cache."""
@@ -65,7 +63,7 @@ def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
     """Store `acc`, its columns halved HALVINGS times to save registers for pointers."""
     if HALVINGS:
         FURTHER: tl.constexpr = HALVINGS - 1
-        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        left, right = halves(acc, ROWS, COLUMNS)
         store_part(left, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS // 2, FURTHER)
         middle = k + COLUMNS // 2
         store_part(right, g_ptr, n, middle, N, K, stride_gn, stride_gk, ROWS, COLUMNS // 2, FURTHER)

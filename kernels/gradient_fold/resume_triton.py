@@ -9,13 +9,13 @@ Cost: one launch for all gradients of one kind, which reads each once; elements 
     changed are not written.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -111,36 +111,31 @@ def resume_accumulators(all_resumed: Iterable[Resumed]) -> None:
         if each.gradient.numel():
             kinds.setdefault(kind, []).append(each)
     for (narrow, wide, two), group in kinds.items():
-        table, owners = _table(group)
+        device = group[0].gradient.device
+        # Another stream could read a table before it is copied, or after it was dropped.
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        rows = tuple(
+            (*(x.data_ptr() for x in each.tensors), each.gradient.numel()) for each in group
+        )
+        table, owners = _table(device, stream, rows)
         _resume_kernel[(len(owners),)](
             table, owners, GRADIENT=_TRITON[narrow], WIDE=_TRITON[wide], TWO=two, CHUNK=CHUNK,
             BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-_tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
-
-
-def _table(group: list[Resumed]) -> tuple[Tensor, Tensor]:
-    """What the kernel reads; made once for the same addresses."""
-    rows, owners, device = [], [], group[0].gradient.device
-    for index, each in enumerate(group):
-        addresses = [x.data_ptr() for x in (each.first, each.second) if x is not None]
-        count = each.gradient.numel()
-        rows.append((each.gradient.data_ptr(), addresses[0], addresses[-1], count, len(owners)))
+@lru_cache(maxsize=MOST_TABLES)
+def _table(
+    device: torch.device, stream: int, rows: tuple[tuple[int, ...], ...]
+) -> tuple[Tensor, Tensor]:
+    """What the kernel reads of gradients by their addresses and numbers of elements."""
+    table, owners = [], []
+    for index, (gradient, first, *second, count) in enumerate(rows):
+        table += [gradient, first, *(second or [first]), count, len(owners)]
         owners += [index] * cdiv(count, CHUNK)
-    # Another stream could read a table before it is copied, or after it was dropped.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, *rows)
-    # Another thread may drop all tables at any time.
-    found = _tables.get(key)
-    if found is None:
-        if len(_tables) >= MOST_TABLES:
-            _tables.clear()
-        numbers = torch.tensor([*(n for row in rows for n in row), *owners], dtype=torch.int64)
-        if device.type == "cuda":
-            # A copy from pageable memory would wait for all earlier launches.
-            numbers = numbers.pin_memory().to(device, non_blocking=True)
-        table, programs = numbers.tensor_split([5 * len(rows)])
-        found = _tables[key] = table, programs
-    return found
+    numbers = torch.tensor([*table, *owners], dtype=torch.int64)
+    if device.type == "cuda":
+        # A copy from pageable memory would wait for all earlier launches.
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    read, programs = numbers.tensor_split([len(table)])
+    return read, programs

@@ -11,7 +11,6 @@ adds one longer run, with many tokens in flight. It stands at every GAP-th posit
 longer run contains a mark, and the program at its first mark adds it.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
@@ -24,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 RANKED_TOKENS = 16384

@@ -16,7 +16,7 @@ import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.launch import cdiv
-from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 
 REGISTERS = 65536
 """Registers of one multiprocessor, from sm_80 on."""
@@ -85,44 +85,38 @@ class FoldSchedule:
         return ceil(n / tile_n) * ceil(k / tile_k)
 
 
-def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:
+def _of(kind: Kind, n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:
     return FoldSchedule(
-        kind="tma", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
-    )
-
-
-def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> FoldSchedule:
-    return FoldSchedule(
-        kind="pointer", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
+        kind=kind, block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
     )
 
 
 TMA = (
-    _tma(256, 128, 64, 8, 3, step_us=0.702),
-    _tma(128, 256, 64, 8, 3, persistent=True, step_us=0.653),
-    _tma(128, 128, 64, 4, 3, resident=2, step_us=0.423, shared_us=0.403),
-    _tma(64, 128, 64, 4, 4, resident=2, step_us=0.261, shared_us=0.273),
+    _of("tma", 256, 128, 64, 8, 3, step_us=0.702),
+    _of("tma", 128, 256, 64, 8, 3, persistent=True, step_us=0.653),
+    _of("tma", 128, 128, 64, 4, 3, resident=2, step_us=0.423, shared_us=0.403),
+    _of("tma", 64, 128, 64, 4, 4, resident=2, step_us=0.261, shared_us=0.273),
     # A taller tile reads less from the L2 cache per product, but uses all registers.
-    _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, step_us=0.973),
+    _of("tma", 128, 256, 64, 8, 3, extra_n=64, persistent=True, step_us=0.973),
     # These cut a 3072 by 1024 matrix or its transpose into 128 tiles, one per multiprocessor.
-    _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, step_us=0.551),
-    _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, step_us=0.548),
+    _of("tma", 128, 128, 64, 8, 4, extra_n=64, persistent=True, step_us=0.551),
+    _of("tma", 128, 128, 64, 8, 4, extra_k=64, persistent=True, step_us=0.548),
     # More tokens in flight, for gradients of so few tiles that each has a multiprocessor of its
     # own, which then waits for operands. Until they are timed, their steps are 1.15 of the same
     # tiles' in `matmul`, as those of 64 by 128 by 64 are.
-    _tma(64, 128, 128, 4, 4, step_us=0.48),
-    _tma(64, 64, 128, 4, 5, step_us=0.34),
+    _of("tma", 64, 128, 128, 4, 4, step_us=0.48),
+    _of("tma", 64, 64, 128, 4, 5, step_us=0.34),
 )
 
 POINTER = (
-    _pointer(128, 128, 32, 8, 3, step_us=0.258),
-    _pointer(64, 64, 32, 4, 4, resident=2, step_us=0.097, shared_us=0.097),
-    _pointer(32, 32, 16, 4, 2, resident=4, step_us=0.024, shared_us=0.024),
+    _of("pointer", 128, 128, 32, 8, 3, step_us=0.258),
+    _of("pointer", 64, 64, 32, 4, 4, resident=2, step_us=0.097, shared_us=0.097),
+    _of("pointer", 32, 32, 16, 4, 2, resident=4, step_us=0.024, shared_us=0.024),
 )
 
 WIDE = (
-    _pointer(64, 64, FP32_STEP, 4, 2, resident=2, step_us=0.097, shared_us=0.097),
-    _pointer(32, 32, FP32_STEP, 4, 2, resident=4, step_us=0.048, shared_us=0.048),
+    _of("pointer", 64, 64, FP32_STEP, 4, 2, resident=2, step_us=0.097, shared_us=0.097),
+    _of("pointer", 32, 32, FP32_STEP, 4, 2, resident=4, step_us=0.048, shared_us=0.048),
 )
 """Schedules for fp32 operands: small tiles of fused multiply-adds, as matrix units have no IEEE
 fp32."""

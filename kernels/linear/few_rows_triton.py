@@ -10,7 +10,6 @@ Backward, errors: none; `linear.op` checks, and refuses calls that want a gradie
 Cost: one launch instead of three; each weight is read once.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rl_consistency.kernels.core.device import has_tma, takes_descriptors
+from rl_consistency.kernels.core.device import dense_rows, has_tma, takes_descriptors
 from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
@@ -37,6 +34,7 @@ from rl_consistency.kernels.matmul.product_triton import (
 )
 from rl_consistency.kernels.matmul.schedules import Schedule
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
+from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps
 
 
 @remembered
@@ -159,7 +157,7 @@ def qkv_fwd(
     x = dense_rows(x)
     wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
     bq, bk, bv = (None if bias is None else bias.contiguous() for bias in (bq, bk, bv))
-    outputs = _qkv_fake(x, wq, wk, wv, bq, bk, bv)
+    outputs = _results(x, wq, wk, wv)
     m, inner = x.shape
     sizes = [weight.shape[0] for weight in (wq, wk, wv)]
     if schedule is None:
@@ -172,17 +170,8 @@ def qkv_fwd(
     return outputs
 
 
-def _qkv_fake(
-    x: Tensor,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    bq: Tensor | None,
-    bk: Tensor | None,
-    bv: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.new_empty((x.shape[0], weight.shape[0])) for weight in (wq, wk, wv))
-    return q, k, v
+def _results(x: Tensor, *weights: Tensor) -> Any:
+    return tuple(x.new_empty((x.shape[0], weight.shape[0])) for weight in weights)
 
 
 def gate_up_glu_fwd(
@@ -193,7 +182,7 @@ def gate_up_glu_fwd(
     All sizes are positive. `schedule` changes no bit.
     """
     x, w_gate, w_up = (dense_rows(matrix) for matrix in (x, w_gate, w_up))
-    y = _gate_up_glu_fake(x, w_gate, w_up, activation)
+    (y,) = _results(x, w_gate)
     (m, n), inner = y.shape, x.shape[1]
     if schedule is None:
         fits = takes_descriptors(x, w_gate, w_up, y)
@@ -219,10 +208,6 @@ def gate_up_glu_fwd(
     return y
 
 
-def _gate_up_glu_fake(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str) -> Tensor:
-    return x.new_empty((x.shape[0], w_gate.shape[0]))
-
-
 def _options(schedule: Schedule, x: Tensor, weights: int = 1) -> dict[str, Any]:
     """Launch arguments of a program that reads a tile of so many `weights`; where the device can,
     the launch overlaps the end of the kernel ahead."""
@@ -234,5 +219,7 @@ def _options(schedule: Schedule, x: Tensor, weights: int = 1) -> dict[str, Any]:
     }
 
 
-qkv_op = kernel_op(fake=_qkv_fake, name="qkv_op")(qkv_fwd)
-gate_up_glu_op = kernel_op(fake=_gate_up_glu_fake, name="gate_up_glu_op")(gate_up_glu_fwd)
+qkv_op = kernel_op(fake=lambda x, *given: _results(x, *given[:3]), name="qkv_op")(qkv_fwd)
+gate_up_glu_op = kernel_op(fake=lambda x, w, *_: _results(x, w)[0], name="gate_up_glu_op")(
+    gate_up_glu_fwd
+)

@@ -97,11 +97,8 @@ def glu_linear(
     Args:
         gate: [..., K].
         up: as gate.
-        weight: [N, K].
-        bias: [N] or None.
+        weight: as `bias`, `weight_grad` and `bias_grad` those of `linear`.
         activation: one of `glu.ACTIVATIONS`.
-        weight_grad: buffer that dW is folded into, as in `linear`.
-        bias_grad: the same for dbias.
 
     Returns:
         [..., N] in the dtype of gate.
@@ -216,17 +213,11 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         (dy,) = grad_outputs
         x, weight, bias = ctx.saved_tensors
-        weight_grad, bias_grad = ctx.buffers
-        rows = rows_of(dy)
-        dx = dweight = dbias = None
+        rows, dx = rows_of(dy), None
         if ctx.needs_input_grad[0]:
             dx = matmul_nn(rows, weight, out_dtype=x.dtype)
             dx = dx if x.dim() == 2 else dx.view(x.shape)
-        if ctx.needs_input_grad[1]:
-            dweight = folded_weight(ctx, rows, lambda: rows_of(x), weight, weight_grad)
-        if ctx.needs_input_grad[2]:
-            dbias = folded_bias(ctx, rows, bias, bias_grad)
-        return dx, dweight, dbias, None, None
+        return dx, *_folded(ctx, rows, lambda: rows_of(x), weight, bias, at=1), None, None
 
 
 class GLULinearFunction(torch.autograd.Function):
@@ -242,9 +233,8 @@ class GLULinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):
         gate, up, weight, bias = ctx.saved_tensors
-        weight_grad, bias_grad = ctx.buffers
         dy = rows_of(grad_outputs[0])
-        dgate = dup = dweight = dbias = x = None
+        dgate = dup = x = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             dx = matmul_nn(dy, weight, out_dtype=gate.dtype).view(gate.shape)
             if ctx.needs_input_grad[2]:
@@ -252,15 +242,21 @@ class GLULinearFunction(torch.autograd.Function):
             else:
                 dgate, dup = glu_gradients(dx, gate, up, ctx.activation)
             del dx  # its memory may be dW's
-        if ctx.needs_input_grad[2]:
 
-            def values() -> Tensor:
-                return rows_of(glu_values(gate, up, ctx.activation) if x is None else x)
+        def values() -> Tensor:
+            return rows_of(glu_values(gate, up, ctx.activation) if x is None else x)
 
-            dweight = folded_weight(ctx, dy, values, weight, weight_grad)
-        if ctx.needs_input_grad[3]:
-            dbias = folded_bias(ctx, dy, bias, bias_grad)
-        return dgate, dup, dweight, dbias, None, None, None
+        return dgate, dup, *_folded(ctx, dy, values, weight, bias, at=2), None, None, None
+
+
+def _folded(
+    ctx: Any, dy: Tensor, x: Callable[[], Tensor], weight: Tensor, bias: Tensor, *, at: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW and dbias, each where autograd wants it; the weight is the function's input `at`."""
+    weight_grad, bias_grad = ctx.buffers
+    wanted = ctx.needs_input_grad[at:]
+    dweight = folded_weight(ctx, dy, x, weight, weight_grad) if wanted[0] else None
+    return dweight, folded_bias(ctx, dy, bias, bias_grad) if wanted[1] else None
 
 
 def folded_weight(

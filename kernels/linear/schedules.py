@@ -10,7 +10,7 @@ import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.launch import cdiv
-from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 from rl_consistency.kernels.matmul.schedules import Schedule, table_of
 
 QKV = table_of(

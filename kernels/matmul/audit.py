@@ -113,21 +113,15 @@ def sample(
     `again` gives some elements of the product and what our own schedule computes for them. Nothing
     is computed again while a CUDA graph is captured.
     """
+    require_launches("an audit")
     with unrecorded():
         y = run()
-        if not torch.cuda.is_current_stream_capturing() and due():
-            record(name, *again(y))
+        if not torch.cuda.is_current_stream_capturing():
+            _counts.calls += 1
+            if _counts.calls % AUDIT_EVERY == 0:
+                _counts.audited += 1
+                record(name, *again(y))
     return y
-
-
-def due() -> bool:
-    """Count one call and say whether to audit it."""
-    require_launches("an audit")
-    _counts.calls += 1
-    if _counts.calls % AUDIT_EVERY:
-        return False
-    _counts.audited += 1
-    return True
 
 
 def sampled_rows(count: int, device: torch.device) -> Tensor:

@@ -163,23 +163,18 @@ def product(
     a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
 ) -> Tensor | None:
     """The library's product, or None if it is not preferred or not certified."""
-    m, k = a.shape
-    dtype, device = a.dtype, a.device
-    if not prefers_library(m, LIBRARY_ROWS, dtype) or not settings_in_force():
-        return None
-    if out_dtype not in (dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
+    (m, k), dtype = a.shape, a.dtype
+    if not _admits(m, LIBRARY_ROWS, a, b) or out_dtype not in (dtype, torch.float32):
         return None
     if bias is not None and (out_dtype != dtype or not bias.is_contiguous()):
         return None
-    if compiles_only():
-        return None  # what comparisons and audits launch is compiled, at the rows of other calls
     n = b.shape[0 if layout == "nt" else 1]
     key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
-    if not certified(device, key, m):
+    if not certified(a.device, key, m):
         return None
 
     def again(y: Tensor) -> tuple[Tensor, Tensor]:
-        rows = audit.sampled_rows(m, device)
+        rows = audit.sampled_rows(m, a.device)
         return y[rows], matmul_fwd(a[rows], b, bias, layout, out_dtype)
 
     return audit.sample(key.name, partial(library_product, a, b, bias, layout, out_dtype), again)
@@ -191,11 +186,9 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     Returns whether the library did it; False leaves `out` as it was.
     """
     (tokens, n), k = dy.shape, x.shape[1]
-    if torch.compiler.is_compiling() or not prefers_library(tokens, LIBRARY_TOKENS, dy.dtype):
+    if torch.compiler.is_compiling() or not _admits(tokens, LIBRARY_TOKENS, dy, x, out):
         return False
-    if compiles_only() or not settings_in_force():
-        return False
-    if tokens % 16 or not all(_as_certified(matrix) for matrix in (dy, x, out)):
+    if tokens % 16:
         return False
     key = Key.of("tn", dy.dtype, torch.float32, False, tokens, n, k)
     if not certified(dy.device, key, tokens):
@@ -207,6 +200,15 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
 
     audit.sample(key.name, partial(library_outer, dy, x, out), again)
     return True
+
+
+def _admits(rows: int, least: int, *operands: Tensor) -> bool:
+    """Whether a product of so many rows may ask for its certificate: the library is preferred, and
+    settings and operands are like those of certificates."""
+    if not prefers_library(rows, least, operands[0].dtype) or not settings_in_force():
+        return False
+    # What comparisons and audits launch is compiled, at the rows of other calls.
+    return all(map(_as_certified, operands)) and not compiles_only()
 
 
 def settings_in_force() -> bool:

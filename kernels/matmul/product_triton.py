@@ -12,7 +12,6 @@ Every launch turns off floating-point contraction, so that the compiler cannot f
 the bias with anything.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.prefetch import prefetch_rows, prefetched_columns
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
+from rl_consistency.kernels.reduction.tree_fold_triton import halves, matrix_step, no_steps
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of one program on sm_90. Pointer schedules use at most 99 KB."""
@@ -51,16 +50,6 @@ def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROU
 
 
 @triton.jit
-def multiply(a, b, acc, SWAP: tl.constexpr):
-    """acc + a @ b; with SWAP everything is transposed: acc [N, M] + b^T @ a^T."""
-    if SWAP:
-        acc = tl.dot(b.T, a.T, acc)
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
-
-
-@triton.jit
 def add_bias(acc, bias_ptr, columns, N, HAS_BIAS: tl.constexpr):
     """acc [M, N] + bias in fp32."""
     if HAS_BIAS:
@@ -75,25 +64,22 @@ def tma_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One [BLOCK_M, BLOCK_N] tile of the result, copied by descriptors."""
+    """One [BLOCK_M, BLOCK_N] tile of the result, copied by descriptors. With SWAP everything is
+    transposed: acc [N, M] + b^T @ a^T."""
     tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-    if SWAP:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     for k in range(tl.cdiv(K, BLOCK_K)):
         a = a_desc.load([row, k * BLOCK_K])  # [BLOCK_M, BLOCK_K]
         if NT:
             b = b_desc.load([column, k * BLOCK_K]).T  # [BLOCK_K, BLOCK_N]
         else:
             b = b_desc.load([k * BLOCK_K, column])
-        acc = multiply(a, b, acc, SWAP)
+        acc = tl.dot(b.T, a.T, acc) if SWAP else tl.dot(a, b, acc)
     if SWAP:
         acc = acc.T
     if SPLIT:
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_N // 2)
         left = add_bias(left, bias_ptr, columns, N, HAS_BIAS)
         c_desc.store([row, column], left.to(c_desc.dtype))
@@ -214,15 +200,26 @@ def matmul_fwd(
             f"16-byte rows; got strides {a.stride()}, {b.stride()}, {c.stride()}. Use a pointer "
             "schedule."
         )
-    tiles = cdiv(m, schedule.block_m) * cdiv(n, schedule.block_n)
+    block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
     options = launch_options(schedule) | {"HAS_BIAS": bias is not None}
-    if schedule.kind == "tma":
-        _launch_tma(a, b, c, bias, layout, schedule, tiles, options)
-    else:
+    if schedule.kind == "pointer":
         bk, bn = b.stride() if layout == "nn" else b.t().stride()
         pointer_kernel[(tiles,)](
             a, b, c, bias, m, n, k, *a.stride(), bk, bn, c.stride(0), **options
         )  # fmt: skip
+        return c
+    # A tile of "nn" has few bytes of each row.
+    asks = schedule.overlap and layout == "nt"
+    tma_kernel[(min(tiles, sm_count(a.device)) if schedule.persistent else tiles,)](
+        tile_descriptor(a, (block_m, block_k)),
+        tile_descriptor(b, (block_n, block_k) if layout == "nt" else (block_k, block_n)),
+        tile_descriptor(c, (block_m, block_n // 2 if schedule.split else block_n)),
+        b, bias, m, n, k, b.stride(0), NT=layout == "nt", SWAP=schedule.swap, SPLIT=schedule.split,
+        PERSISTENT=schedule.persistent, OVERLAP=schedule.overlap and not INTERPRETED,
+        PREFETCHED=prefetched_columns(block_n, k, b.element_size()) if asks else 0,
+        launch_pdl=schedule.overlap, **options,
+    )  # fmt: skip
     return c
 
 
@@ -244,34 +241,6 @@ def launch_options(schedule: Schedule) -> dict[str, Any]:
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
     }
-
-
-def _launch_tma(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    layout: str,
-    schedule: Schedule,
-    tiles: int,
-    options: dict[str, Any],
-) -> None:
-    block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
-    b_block = (block_n, block_k) if layout == "nt" else (block_k, block_n)
-    stored = block_n // 2 if schedule.split else block_n
-    programs = min(tiles, sm_count(a.device)) if schedule.persistent else tiles
-    # A tile of "nn" has few bytes of each row.
-    asks = schedule.overlap and layout == "nt"
-    prefetched = prefetched_columns(block_n, a.shape[1], b.element_size()) if asks else 0
-    tma_kernel[(programs,)](
-        tile_descriptor(a, (block_m, block_k)),
-        tile_descriptor(b, b_block),
-        tile_descriptor(c, (block_m, stored)),
-        b, bias, a.shape[0], c.shape[1], a.shape[1], b.stride(0),
-        NT=layout == "nt", SWAP=schedule.swap, SPLIT=schedule.split,
-        PERSISTENT=schedule.persistent, OVERLAP=schedule.overlap and not INTERPRETED,
-        PREFETCHED=prefetched, launch_pdl=schedule.overlap, **options,
-    )  # fmt: skip
 
 
 matmul_op = kernel_op(fake=_matmul_fake, name="matmul_op")(matmul_fwd)

@@ -20,7 +20,7 @@ import torch
 
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.launch import cdiv
-from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 
 ACCUMULATOR_BYTES = 4
 """Bytes of one fp32 element."""
@@ -208,7 +208,7 @@ def pick(
         return found
     if fp32:
         return _pick_fp32(m)
-    return _cheapest(m, n, k) if tma else _pick_pointer(m, n)
+    return min(fitting(m), key=lambda s: expected_us(s, m, n, k)) if tma else _pick_pointer(m, n)
 
 
 def expected_us(schedule: Schedule, m: int, n: int, k: int) -> float:
@@ -233,10 +233,6 @@ def fitting(m: int) -> list[Schedule]:
         for s in DESCRIBED
         if s.block_m <= max(32, 4 * m) and s.block_m * s.block_n >= 4 * min(m, 1024)
     ]
-
-
-def _cheapest(m: int, n: int, k: int) -> Schedule:
-    return min(fitting(m), key=lambda s: expected_us(s, m, n, k))
 
 
 def _pick_pointer(m: int, n: int) -> Schedule:

@@ -12,7 +12,6 @@ Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the
 Cost: memory-bound. On CUDA the check makes the host wait once per call.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

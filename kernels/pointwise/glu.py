@@ -17,7 +17,6 @@ Cost: memory-bound; on a GPU one launch each way, of up to about thirty instruct
 Source: Shazeer, GLU Variants Improve Transformer (2020).
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -57,10 +56,6 @@ ORDER = ReductionOrder(
         "y = a(gate) * up, rounded once to the dtype"
     ),
 )
-
-_Z_SCALE = 2.0 * math.sqrt(2.0 / math.pi)
-_Z_CUBIC = 0.044715
-
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Kernels take an activation as its index here."""
@@ -352,8 +347,9 @@ def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         cdf = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
         density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
         return x * cdf, cdf + x * density
-    z = _Z_SCALE * (x + _Z_CUBIC * (x * x * x))
-    slope = _Z_SCALE * (1.0 + 3.0 * _Z_CUBIC * (x * x))
+    scale, cubic = Z_SCALE.value, Z_CUBIC.value
+    z = scale * (x + cubic * (x * x * x))
+    slope = scale * (1.0 + 3.0 * cubic * (x * x))
     return _sigmoid_gated(x, z, slope)
 
 

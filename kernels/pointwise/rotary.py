@@ -16,7 +16,6 @@ its positions up there, so an angle does not depend on the other tokens of the c
 Source: Su et al., RoFormer (2021); the half-split pairing is that of the Hugging Face models.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.findings import choose, picked_once, work_name
 from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
-from rl_consistency.kernels.core.operand import dense_rows, require_operands
+from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.core.torch_op import kernel_op
 

@@ -1,11 +1,15 @@
-"""Row sums and exponentials for Triton kernels, with the same bits in every register layout.
+"""Sums and exponentials for Triton kernels, with the same bits in every register layout.
+
+A product over a long inner dimension is a chain of steps. For bf16 and fp16, the matrix unit adds
+the products of 16 elements to an fp32 accumulator. For fp32 it has no IEEE instruction, and one
+chain of fused multiply-adds over thousands of elements would be less accurate than a library that
+sums in blocks. So an fp32 step is summed from zero and then added to an fp64 accumulator.
 
 The order of `tl.sum` depends on a tile's layout in registers, so two schedules of one op may
 differ. The halving tree is therefore written out: element i + N/2 is added to element i, then N is
 halved. It is the tree of `row_reduction` over a power of two.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -20,9 +24,31 @@ LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 
 
 @triton.jit
+def no_steps(M: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
+    """The accumulator [M, N] before the first step of a product, for operands of `dtype`."""
+    return tl.zeros((M, N), tl.float64 if dtype == tl.float32 else tl.float32)
+
+
+@triton.jit
+def matrix_step(a, b, acc):
+    """acc [M, N] + a [M, K] b [K, N]; for fp32 operands K is `FP32_STEP`."""
+    if a.dtype == tl.float32:
+        acc += tl.dot(a, b, input_precision="ieee").to(tl.float64)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def halves(x, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> its left and right columns, each [R, N // 2]."""
+    return tl.split(tl.permute(tl.reshape(x, (R, 2, N // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def halve(x, R: tl.constexpr, N: tl.constexpr):
     """[R, N] -> [R, N // 2]: element i plus element i + N // 2."""
-    low, high = tl.split(tl.permute(tl.reshape(x, (R, 2, N // 2)), (0, 2, 1)))
+    low, high = halves(x, R, N)
     return low + high
 
 

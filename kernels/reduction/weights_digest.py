@@ -17,7 +17,6 @@ Source: the mix is SplitMix64's finalizer, variant 13 (Steele, Lea, Flood: "Fast
 pseudorandom number generators", OOPSLA 2014).
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

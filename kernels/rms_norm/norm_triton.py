@@ -18,7 +18,6 @@ once per step. Row 8 * r + c of a part's tile [8 * ROWS, BLOCK_H] is row r * SPL
 c.
 """
 
-# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -82,9 +81,9 @@ def row_offsets(row, stride_outer, stride_inner, INNER: tl.constexpr):
 
 
 @triton.jit
-def load_rows(source, row, column, inside, INNER: tl.constexpr):
-    """Rows of a source (pointer, outer stride, inner stride): [R, BLOCK_H]."""
-    offsets = row_offsets(row, source[1], source[2], INNER)
+def load_rows(source, row, column, inside):
+    """Rows of a source (pointer, outer stride, inner stride, INNER): [R, BLOCK_H]."""
+    offsets = row_offsets(row, source[1], source[2], source[3])
     return tl.load(source[0] + offsets[:, None] + column[None, :], mask=inside, other=0.0)
 
 
@@ -104,12 +103,12 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_H)
     inside = (row < num_rows)[:, None] & (column < H)[None, :]  # [ROWS, BLOCK_H]
-    x = load_rows((x_ptr, x_outer, x_inner), row, column, inside, X_INNER)
+    x = load_rows((x_ptr, x_outer, x_inner, X_INNER), row, column, inside)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
     written = row[:, None] * H + column[None, :]
     if HAS_RESIDUAL:
-        source = (residual_ptr, residual_outer, residual_inner)
-        residual = load_rows(source, row, column, inside, RESIDUAL_INNER)
+        source = (residual_ptr, residual_outer, residual_inner, RESIDUAL_INNER)
+        residual = load_rows(source, row, column, inside)
         # The separate addition also rounds the sum to the model's dtype.
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + written, x, mask=inside)
@@ -197,12 +196,18 @@ rms_norm_fwd_op = kernel_op(fake=_forward_fake, name="rms_norm_fwd_op")(rms_norm
 
 
 @triton.jit
-def _dx(gradient, normalized, weight, rstd, R: tl.constexpr, H: tl.constexpr,
-        BLOCK_H: tl.constexpr):  # fmt: skip
-    """dx of rows [R, BLOCK_H] in fp32; weight [BLOCK_H], rstd [R, 1]."""
+def _dx_and_terms(gradient, normalized, added, weight, rstd, DTYPE: tl.constexpr, R: tl.constexpr,
+                  H: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    """dx of rows [R, BLOCK_H], in DTYPE, and their terms of dweight; weight [BLOCK_H], rstd [R, 1].
+    `added` is the sum's gradient from another use, or None."""
+    terms = gradient * normalized
     weighted = gradient * weight[None, :]
     mean = mean_of(row_tree(weighted * normalized, R, BLOCK_H), R, H)[:, None]
-    return rstd * (weighted - normalized * mean)
+    dx = (rstd * (weighted - normalized * mean)).to(DTYPE)
+    if added is not None:
+        # Adds two gradients, each already rounded to the model's dtype.
+        dx = (dx.to(tl.float32) + added.to(tl.float32)).to(DTYPE)
+    return dx, terms
 
 
 @triton.jit
@@ -214,54 +219,39 @@ def column_tree(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _wide_part(
-    dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H: tl.constexpr, DY_INNER: tl.constexpr,
-    X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr, HAS_DTOTAL: tl.constexpr, R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Store dx of rows [R] and return their terms of dweight [R, BLOCK_H]."""
-    column = tl.arange(0, BLOCK_H)
-    inside = valid[:, None] & (column < H)[None, :]
-    rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
-    gradient = load_rows(dy, row, column, inside, DY_INNER).to(tl.float32)
-    normalized = load_rows(x, row, column, inside, X_INNER).to(tl.float32) * rstd
-    if HAS_DTOTAL:
-        added = load_rows(dtotal, row, column, inside, DTOTAL_INNER)
-    terms = gradient * normalized
-    dx = _dx(gradient, normalized, weight.to(tl.float32), rstd, R, H, BLOCK_H)
-    dx = dx.to(dx_ptr.dtype.element_ty)
-    if HAS_DTOTAL:
-        # Adds two gradients, each already rounded to the model's dtype.
-        dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
-    tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
-    return terms
-
-
-@triton.jit
 def _wide_parts(
-    dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H: tl.constexpr,
-    DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, PART: tl.constexpr, STRIDE: tl.constexpr,
+    sources, weight, rstd_ptr, dx_ptr, first, num_rows, H: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr, PART: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Store dx of parts PART, PART + STRIDE, ... of the chunk from row `first`; return their terms
-    of dweight [ROWS, BLOCK_H], added by the halving tree over parts."""
+    of dweight [ROWS, BLOCK_H], added by the halving tree over parts. Sources: dy, x, dtotal."""
     if STRIDE == SPLIT:
         within = PART * ROWS + tl.arange(0, ROWS)
         row = first + within
         valid = (within < CHUNK_ROWS) & (row < num_rows)
-        return _wide_part(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H, DY_INNER, X_INNER,
-            DTOTAL_INNER, HAS_DTOTAL, ROWS, BLOCK_H,
+        column = tl.arange(0, BLOCK_H)
+        inside = valid[:, None] & (column < H)[None, :]
+        rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
+        gradient = load_rows(sources[0], row, column, inside).to(tl.float32)
+        normalized = load_rows(sources[1], row, column, inside).to(tl.float32) * rstd
+        added = None
+        if sources[2][0] is not None:
+            added = load_rows(sources[2], row, column, inside)
+        dx, terms = _dx_and_terms(
+            gradient, normalized, added, weight.to(tl.float32), rstd, dx_ptr.dtype.element_ty, ROWS,
+            H, BLOCK_H,
         )  # fmt: skip
+        tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
+        return terms
     else:
         low = _wide_parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
-            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, PART, 2 * STRIDE,
+            sources, weight, rstd_ptr, dx_ptr, first, num_rows, H, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
+            PART, 2 * STRIDE,
         )  # fmt: skip
         high = _wide_parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
-            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, PART + STRIDE, 2 * STRIDE,
+            sources, weight, rstd_ptr, dx_ptr, first, num_rows, H, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
+            PART + STRIDE, 2 * STRIDE,
         )  # fmt: skip
         return low + high
 
@@ -272,26 +262,23 @@ def _wide_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dtotal_ptr, dx_ptr, sums_ptr, num_rows,
     dy_outer, dy_inner, x_outer, x_inner, dtotal_outer, dtotal_inner,
     H: tl.constexpr, DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr, HAS_SUMS: tl.constexpr, CHUNKS: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One step of the fold, chunk after chunk."""
+    """One step of the fold, chunk after chunk; dtotal and sums may be None."""
     step = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0)
-    dy = (dy_ptr, dy_outer, dy_inner)
-    x = (x_ptr, x_outer, x_inner)
-    dtotal = (dtotal_ptr, dtotal_outer, dtotal_inner)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
         first = (step * CHUNKS + chunk) * CHUNK_ROWS
         terms = _wide_parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
-            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, 0, 1,
+            ((dy_ptr, dy_outer, dy_inner, DY_INNER), (x_ptr, x_outer, x_inner, X_INNER),
+             (dtotal_ptr, dtotal_outer, dtotal_inner, DTOTAL_INNER)),
+            weight, rstd_ptr, dx_ptr, first, num_rows, H, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, 0, 1,
         )  # fmt: skip
         total += column_tree(terms, ROWS, BLOCK_H)
-    if HAS_SUMS:
+    if sums_ptr is not None:
         tl.store(sums_ptr + step * H + column, total, mask=column < H)
 
 
@@ -309,67 +296,56 @@ def _load_narrow(source, step, chunk, within, inside, HEADS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _narrow_part(
-    dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Store dx of a part and return its terms of dweight, chunk after chunk [8 * BLOCK_H]."""
-    index = tl.arange(0, 8 * ROWS)
-    chunk, within = index % 8, index // 8 * SPLIT + part
-    in_step = chunk * (2 * HEADS) + within
-    row = step * (16 * HEADS) + in_step
-    valid = (within < 2 * HEADS) & (row < num_rows)
-    column = tl.arange(0, BLOCK_H)
-    inside = valid[:, None] & (column < H)[None, :]  # [8 * ROWS, BLOCK_H]
-    gradient = _load_narrow(dy, step, chunk, within, inside, HEADS, BLOCK_H).to(tl.float32)
-    value = _load_narrow(x, step, chunk, within, inside, HEADS, BLOCK_H).to(tl.float32)
-    if dtotal[0] is not None:
-        added = _load_narrow(dtotal, step, chunk, within, inside, HEADS, BLOCK_H)
-    rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
-    normalized = value * rstd
-    terms = gradient * normalized
-    dx = _dx(gradient, normalized, weight, rstd, 8 * ROWS, H, BLOCK_H)
-    dx = dx.to(dx_ptr.dtype.element_ty)
-    if dtotal[0] is not None:
-        # Adds two gradients, each already rounded to the model's dtype.
-        dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
-    start = dx_ptr + step.to(tl.int64) * (16 * HEADS * H)
-    tl.store(start + in_step[:, None] * H + column[None, :], dx, mask=inside)
-    for level in tl.static_range(ROWS.bit_length() - 1):
-        terms = tl.sum(tl.reshape(terms, (2, (ROWS >> (level + 1)) * 8 * BLOCK_H)), axis=0)
-    return tl.reshape(terms, (8 * BLOCK_H,))
-
-
-@triton.jit
 def _narrow_parts(
-    dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr,
-    BLOCK_H: tl.constexpr, STRIDE: tl.constexpr,
+    sources, weight, rstd_ptr, dx_ptr, step, part, num_rows, H: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, BLOCK_H: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store dx of parts part, part + STRIDE, ...; return their terms of dweight, added by the
-    halving tree over parts. Its last log2(LOOPS) levels are loops of two turns."""
+    """Store dx of parts part, part + STRIDE, ...; return their terms of dweight, chunk after chunk
+    [8 * BLOCK_H], added by the halving tree over parts. Its last log2(LOOPS) levels are loops of
+    two turns. Sources: dy, x, dtotal."""
     if STRIDE == SPLIT:
-        return _narrow_part(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H, HEADS, ROWS, SPLIT,
+        index = tl.arange(0, 8 * ROWS)
+        chunk, within = index % 8, index // 8 * SPLIT + part
+        in_step = chunk * (2 * HEADS) + within
+        row = step * (16 * HEADS) + in_step
+        valid = (within < 2 * HEADS) & (row < num_rows)
+        column = tl.arange(0, BLOCK_H)
+        inside = valid[:, None] & (column < H)[None, :]  # [8 * ROWS, BLOCK_H]
+        gradient = _load_narrow(sources[0], step, chunk, within, inside, HEADS, BLOCK_H).to(
+            tl.float32
+        )
+        value = _load_narrow(sources[1], step, chunk, within, inside, HEADS, BLOCK_H).to(tl.float32)
+        added = None
+        if sources[2][0] is not None:
+            added = _load_narrow(sources[2], step, chunk, within, inside, HEADS, BLOCK_H)
+        rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
+        dx, terms = _dx_and_terms(
+            gradient, value * rstd, added, weight, rstd, dx_ptr.dtype.element_ty, 8 * ROWS, H,
             BLOCK_H,
         )  # fmt: skip
+        start = dx_ptr + step.to(tl.int64) * (16 * HEADS * H)
+        tl.store(start + in_step[:, None] * H + column[None, :], dx, mask=inside)
+        for level in tl.static_range(ROWS.bit_length() - 1):
+            terms = tl.sum(tl.reshape(terms, (2, (ROWS >> (level + 1)) * 8 * BLOCK_H)), axis=0)
+        return tl.reshape(terms, (8 * BLOCK_H,))
     elif STRIDE < LOOPS:
         # Starting from 0 changes only the sign of a zero, and `_chain` starts from 0 too.
         total = tl.zeros((8 * BLOCK_H,), tl.float32)
         for turn in tl.range(2, loop_unroll_factor=1):
             total += _narrow_parts(
-                dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part + turn * STRIDE, num_rows, H,
-                HEADS, ROWS, SPLIT, LOOPS, BLOCK_H, 2 * STRIDE,
+                sources, weight, rstd_ptr, dx_ptr, step, part + turn * STRIDE, num_rows, H, HEADS,
+                ROWS, SPLIT, LOOPS, BLOCK_H, 2 * STRIDE,
             )  # fmt: skip
         return total
     else:
         low = _narrow_parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H, HEADS, ROWS, SPLIT,
-            LOOPS, BLOCK_H, 2 * STRIDE,
+            sources, weight, rstd_ptr, dx_ptr, step, part, num_rows, H, HEADS, ROWS, SPLIT, LOOPS,
+            BLOCK_H, 2 * STRIDE,
         )  # fmt: skip
         high = _narrow_parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part + STRIDE, num_rows, H, HEADS, ROWS,
-            SPLIT, LOOPS, BLOCK_H, 2 * STRIDE,
+            sources, weight, rstd_ptr, dx_ptr, step, part + STRIDE, num_rows, H, HEADS, ROWS, SPLIT,
+            LOOPS, BLOCK_H, 2 * STRIDE,
         )  # fmt: skip
         return low + high
 
@@ -401,9 +377,9 @@ def _narrow_kernel(
     column = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
     terms = _narrow_parts(
-        (dy_ptr, dy_outer, dy_inner, DY_INNER), (x_ptr, x_outer, x_inner, X_INNER),
-        (dtotal_ptr, dtotal_outer, dtotal_inner, DTOTAL_INNER), weight, rstd_ptr, dx_ptr, step, 0,
-        num_rows, H, HEADS, ROWS, SPLIT, LOOPS, BLOCK_H, 1,
+        ((dy_ptr, dy_outer, dy_inner, DY_INNER), (x_ptr, x_outer, x_inner, X_INNER),
+         (dtotal_ptr, dtotal_outer, dtotal_inner, DTOTAL_INNER)),
+        weight, rstd_ptr, dx_ptr, step, 0, num_rows, H, HEADS, ROWS, SPLIT, LOOPS, BLOCK_H, 1,
     )  # fmt: skip
     if sums_ptr is not None:
         total = _chain(terms, BLOCK_H)
@@ -429,7 +405,7 @@ def rms_norm_bwd(
     width, num_rows = x.shape[-1], rstd.shape[0]
     adds = dtotal is not None
     chosen = schedule or pick_backward(width, rows_per_token, num_rows, x.dtype, adds, x.device)
-    dx, sums = _backward_fake(dy, dtotal, x, weight, rstd, rows_per_token, with_sums)
+    dx, sums = _gradients(x, rstd, rows_per_token, with_sums)
     if dx.numel() == 0:
         return dx, sums
     operands = [rows_of(t) for t in (dy, x, dtotal) if t is not None]
@@ -443,7 +419,6 @@ def rms_norm_bwd(
         limit = (200 if has_tma(x.device) else 96) * 1024
         chosen = within_shared(chosen, len(operands) * held * x.element_size(), limit)
         kernel, options = _wide_kernel, _wide_options(chosen, rows_per_token)
-        options |= {"HAS_DTOTAL": dtotal is not None, "HAS_SUMS": with_sums}
     of_dy, of_x, of_dtotal = (*operands, Rows(None, 0, 0, 1))[:3]
     kernel[(cdiv(num_rows, STEP * rows_per_token),)](
         of_dy.tensor, of_x.tensor, weight.contiguous(), rstd, of_dtotal.tensor, dx,
@@ -489,18 +464,14 @@ def fits(rows: Rows, width: int, num_rows: int, rows_per_token: int) -> bool:
     return max(reach, num_rows + 2 * STEP * rows_per_token) < 2**31
 
 
-def _backward_fake(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    rows_per_token: int,
-    with_sums: bool,
+def _gradients(
+    x: Tensor, rstd: Tensor, rows_per_token: int, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
     steps = cdiv(rstd.shape[0], STEP * rows_per_token) if with_sums else 0
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, rstd.new_empty((steps, x.shape[-1]))
 
 
-rms_norm_bwd_op = kernel_op(fake=_backward_fake, name="rms_norm_bwd_op")(rms_norm_bwd)
+rms_norm_bwd_op = kernel_op(
+    fake=lambda dy, dtotal, x, weight, *rest: _gradients(x, *rest), name="rms_norm_bwd_op"
+)(rms_norm_bwd)

@@ -22,9 +22,9 @@ from torch import Tensor
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums, folded_step_sums
+from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
-from rl_consistency.kernels.gradient_fold.op import fold_columns
+from rl_consistency.kernels.gradient_fold.op import fold_step_sums, step_sums
 from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd_op, rms_norm_fwd_op
 
@@ -127,46 +127,37 @@ class RMSNormFunction(torch.autograd.Function):
         dy, dtotal = grad_outputs if len(grad_outputs) == 2 else (grad_outputs[0], None)
         if dy is None:
             return dtotal, dtotal, None, None, None, None
-        dx, dweight = (_backward_cuda if dy.is_cuda else _backward_cpu)(ctx, dy, dtotal)
+        weight = ctx.saved_tensors[1]
+        dx, sums = (_backward_cuda if dy.is_cuda else _backward_cpu)(ctx, dy, dtotal)
+        dweight = None
+        if ctx.needs_input_grad[2] and dy.is_cuda and ctx.weight_grad is None:
+            dweight = folded_step_sums(sums, weight.dtype)
+        elif ctx.needs_input_grad[2]:
+            fold = lambda g, fresh: fold_step_sums(g, sums, fresh=fresh)  # noqa: E731
+            dweight = fold_parameter(ctx, weight, ctx.weight_grad, fold, overwrites=True)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, None, None, None
 
 
-def _backward_cpu(ctx, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor | None]:
+def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx, and the step sums of dweight where autograd wants it."""
+    x, weight, rstd = ctx.saved_tensors
+    with_sums = ctx.needs_input_grad[2]
+    return rms_norm_bwd_op(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
+
+
+def _backward_cpu(ctx, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor]:
+    """As `_backward_cuda`; dx only where autograd wants it."""
     x, weight, rstd = ctx.saved_tensors
     dy, normalized = dy.float(), x.float() * rstd
-    dx = dweight = None
+    dx, sums = None, dy.new_empty(0)
     if ctx.needs_input_grad[0]:
         weighted = dy * weight.float()
         mean = (tree_sum(weighted * normalized) / x.shape[-1]).unsqueeze(-1)
         dx = (rstd * (weighted - normalized * mean)).to(x.dtype)
     if ctx.needs_input_grad[2]:
         rows = (dy * normalized).reshape(-1, x.shape[-1])
-        dweight = fold_parameter(
-            ctx,
-            weight,
-            ctx.weight_grad,
-            lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token, fresh=fresh),
-            overwrites=True,
-        )
-    return dx, dweight
-
-
-def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    x, weight, rstd = ctx.saved_tensors
-    with_sums = ctx.needs_input_grad[2]
-    dx, sums = rms_norm_bwd_op(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
-    if not with_sums:
-        return dx, None
-    if ctx.weight_grad is None:
-        return dx, folded_step_sums(sums, weight.dtype)
-    dweight = fold_parameter(
-        ctx,
-        weight,
-        ctx.weight_grad,
-        lambda g, fresh: fold_step_sums(g, sums, fresh),
-        overwrites=True,
-    )
-    return dx, dweight
+        sums = step_sums(rows, ctx.rows_per_token)
+    return dx, sums
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -19,7 +19,6 @@ Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguy
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -27,7 +26,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.sampling.draw_triton import vocabulary_draw, vocabulary_logprobs
@@ -123,14 +122,16 @@ class SamplingRows:
 
     def select(self, index: Tensor | slice) -> SamplingRows:
         """The rows chosen by an index, mask or slice."""
-        rows = SamplingRows(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
-        return rows.knowing(**self._known)
+        return self._each(lambda x: x[index]).knowing(**self._known)
 
     def to(self, device: torch.device | str) -> SamplingRows:
         """These rows on a device. The copy knows `truncates` and `unit_temperature`."""
-        known = {"truncates": self.truncates, "unit_temperature": self.unit_temperature}
-        rows = SamplingRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
-        return rows.knowing(**known)
+        return self._each(lambda x: x.to(device)).knowing(
+            truncates=self.truncates, unit_temperature=self.unit_temperature
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SamplingRows:
+        return SamplingRows(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
 
     @property
     def divisor(self) -> Tensor:
@@ -164,8 +165,7 @@ class SamplingRows:
         return self
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Distribution(ABC):
+class Distribution:
     """What a row's token is drawn from.
 
     Example: logits [[1, 3, 2]] at temperature 1 and top_k 2 give scaled [[-inf, 0, -1]],
@@ -175,19 +175,18 @@ class Distribution(ABC):
     log_normalizer: Tensor
     """[T] fp32, log of the sum of exp(scaled), without the row's maximum, which would round away
     low bits of every probability."""
+    scaled: Tensor
+    """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
 
-    @property
-    @abstractmethod
-    def scaled(self) -> Tensor:
-        """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
-
-    @abstractmethod
     def logprobs_of(self, token_ids: Tensor) -> Tensor:
         """[T] fp32 log-probability of one token per row; -inf outside the support."""
+        picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        return picked - self.log_normalizer
 
-    @abstractmethod
     def entropy(self) -> Tensor:
         """[T] fp32 entropy in nats."""
+        probabilities = self.probabilities()
+        return tree_sum(probabilities * self.surprise(probabilities))
 
     def probabilities(self) -> Tensor:
         """[T, V] fp32."""
@@ -203,25 +202,15 @@ class Distribution(ABC):
 class WrittenDistribution(Distribution):
     """A distribution on a CPU: its scaled logits lie in memory."""
 
-    written: Tensor  # [T, V] fp32, the scaled logits
-
-    @property
-    def scaled(self) -> Tensor:
-        return self.written
-
-    def logprobs_of(self, token_ids: Tensor) -> Tensor:
-        picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return picked - self.log_normalizer
-
-    def entropy(self) -> Tensor:
-        probabilities = self.probabilities()
-        return tree_sum(probabilities * self.surprise(probabilities))
+    log_normalizer: Tensor
+    scaled: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReducedDistribution(Distribution):
     """A distribution on CUDA. Methods read the given logits again, so those must not change."""
 
+    log_normalizer: Tensor
     logits: Tensor  # [T, V] fp32 with unit column stride, unscaled
     divisor: Tensor  # [T] fp32 temperatures, 1 where greedy
     unit_temperature: bool  # whether every divisor is known to be 1
@@ -277,7 +266,7 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
         scaled = scaled.masked_fill(~sorted_support(scaled, rows), -torch.inf)
     scaled -= scaled.amax(dim=1, keepdim=True)
     log_normalizer = torch.log(tree_sum(torch.exp(scaled)))
-    return WrittenDistribution(written=scaled, log_normalizer=log_normalizer)
+    return WrittenDistribution(scaled=scaled, log_normalizer=log_normalizer)
 
 
 def triton_distribution(logits: Tensor, rows: SamplingRows) -> ReducedDistribution:

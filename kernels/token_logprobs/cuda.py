@@ -3,8 +3,8 @@
 A plan says how one call runs: its chunks, its schedules, and whether backward reuses the first
 chunk's logits. No plan changes a bit; a test compares several.
 
-State: `KeptLogits` refers to the kept logits of at most one call in the process. They take the
-memory that the LM head's fp32 gradient takes later; keeping more would raise the peak.
+State: `_kept` refers to the kept logits of at most one call in the process. They take the memory
+that the LM head's fp32 gradient takes later; keeping more would raise the peak.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.launch import cdiv
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.sampling.statistics_triton import (
@@ -83,20 +83,8 @@ def choose_plan(
     )
 
 
-class KeptLogits:
-    """The logits that wait for a backward pass."""
-
-    _logits: weakref.ref[Tensor] | None = None
-
-    @classmethod
-    def note(cls, logits: Tensor) -> None:
-        """Remember logits that a graph keeps."""
-        cls._logits = weakref.ref(logits)
-
-    @classmethod
-    def exist(cls) -> bool:
-        """Whether the latest noted logits are still in memory."""
-        return cls._logits is not None and cls._logits() is not None
+_kept: list[weakref.ref[Tensor]] = []
+"""The logits that a graph keeps for a backward pass, or the last that one has kept."""
 
 
 def keeps_logits(
@@ -111,7 +99,7 @@ def keeps_logits(
         and max(KEPT_WIDTH, plan.chunk_tokens) <= weight.shape[1]
         and (weight_grad is None or weight_grad.parameter.grad is None)
         and not rows.truncates
-        and not KeptLogits.exist()
+        and not any(logits() is not None for logits in _kept)
     )
 
 
@@ -143,7 +131,7 @@ class _TritonTokenLogprobs(torch.autograd.Function):
             for span in chunks(hidden.shape[0], plan.forward_chunk, kept.stop)
         ]
         if logits is not None:
-            KeptLogits.note(logits)
+            _kept[:] = [weakref.ref(logits)]
             pieces.insert(
                 0, _scores(hidden[kept], weight, targets[kept], rows.select(kept), plan, logits)
             )

@@ -20,9 +20,16 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.launch import cdiv, remembered, tile_descriptor
-from rl_consistency.kernels.core.matrix_step import FP32_STEP, matrix_step, no_steps
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, exp_fp32
+from rl_consistency.kernels.matmul.product_triton import tile_position
+from rl_consistency.kernels.reduction.tree_fold_triton import (
+    LOG2E,
+    exp_fp32,
+    halves,
+    matrix_step,
+    no_steps,
+)
 from rl_consistency.kernels.sampling.statistics_triton import (
     VOCABULARY_BLOCK,
     block_statistics,
@@ -44,14 +51,16 @@ OUTSIDE = tl.constexpr(-1.0e38)  # for columns past the vocabulary: finite, and 
 
 
 @triton.jit
-def tile_position(tile, num_rows, vocabulary, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP):
-    """First row and column of a tile: GROUP row tiles are walked before the next column tile."""
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    width = GROUP * tl.cdiv(vocabulary, BLOCK_N)
-    group = tile // width
-    within = tile % width
-    tall = tl.minimum(tiles_m - group * GROUP, GROUP)
-    return (group * GROUP + within % tall) * BLOCK_M, (within // tall) * BLOCK_N
+def pointer_steps(a_at, b_at, a_in, b_in, width, acc, BLOCK_K: tl.constexpr):
+    """acc + a [M, width] b [width, N], read from pointers to their first BLOCK_K columns and rows
+    where the masks [M, 1] and [1, N] are set."""
+    inner = tl.arange(0, BLOCK_K)
+    for k in range(tl.cdiv(width, BLOCK_K)):
+        left = width - k * BLOCK_K
+        a = tl.load(a_at + k * BLOCK_K, mask=a_in & (inner < left)[None, :], other=0.0)
+        b = tl.load(b_at + k * BLOCK_K, mask=b_in & (inner < left)[:, None], other=0.0)
+        acc = matrix_step(a, b, acc)
+    return acc
 
 
 @triton.jit
@@ -74,18 +83,8 @@ def logits_tile(
         b_at = weight + columns.to(tl.int64)[None, :] * weight_stride + inner[:, None]
         a_in = (rows < num_rows)[:, None]
         b_in = (columns < vocabulary)[None, :]
-        for k in range(tl.cdiv(width, BLOCK_K)):
-            left = width - k * BLOCK_K
-            a = tl.load(a_at + k * BLOCK_K, mask=a_in & (inner < left)[None, :], other=0.0)
-            b = tl.load(b_at + k * BLOCK_K, mask=b_in & (inner < left)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = pointer_steps(a_at, b_at, a_in, b_in, width, acc, BLOCK_K)
     return acc
-
-
-@triton.jit
-def halves(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> left and right [R, N // 2]."""
-    return tl.split(tl.permute(tl.reshape(x, (R, 2, N // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -115,27 +114,19 @@ def statistics_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        tile_m, tile_n = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         z = logits_tile(
             hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
             TMA, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         rows = row + tl.arange(0, BLOCK_M)
         t = tl.load(temperature + rows, mask=rows < num_rows, other=1.0)
-        if BLOCK_N == VOCABULARY_BLOCK:
+        parts = (z,) if BLOCK_N == VOCABULARY_BLOCK else halves(z, BLOCK_M, BLOCK_N)
+        for half in tl.static_range(BLOCK_N // VOCABULARY_BLOCK):
             reduce_block(
-                z, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT, BLOCK_M
-            )
-        else:
-            left, right = halves(z, BLOCK_M, BLOCK_N)
-            reduce_block(
-                left, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT,
-                BLOCK_M,
-            )  # fmt: skip
-            column += VOCABULARY_BLOCK
-            reduce_block(
-                right, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT,
-                BLOCK_M,
+                parts[half], t, partials, row, column + half * VOCABULARY_BLOCK, num_rows,
+                vocabulary, num_blocks, plane, UNIT, BLOCK_M,
             )  # fmt: skip
 
 
@@ -155,11 +146,7 @@ def target_kernel(
     a_at = hidden + row.to(tl.int64)[:, None] * hidden_stride + inner[None, :]
     b_at = weight + target[None, :] * weight_stride + inner[:, None]
     acc = no_steps(ROWS, ROWS, hidden.dtype.element_ty)
-    for k in range(tl.cdiv(width, BLOCK_K)):
-        left = width - k * BLOCK_K
-        a = tl.load(a_at + k * BLOCK_K, mask=mask[:, None] & (inner < left)[None, :], other=0.0)
-        b = tl.load(b_at + k * BLOCK_K, mask=inside[None, :] & (inner < left)[:, None], other=0.0)
-        acc = matrix_step(a, b, acc)
+    acc = pointer_steps(a_at, b_at, mask[:, None], inside[None, :], width, acc, BLOCK_K)
     s = scaled_logits(acc.to(tl.float32), tl.load(temperature + row, mask=mask, other=1.0), UNIT)
     diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
     # Adding -0 changes no number, not even +0, so any order of this sum gives the diagonal's bits.
@@ -277,7 +264,8 @@ def gradient_kernel(
     """Store a tile in two halves, which leaves shared memory for the operands."""
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        tile_m, tile_n = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         z = logits_tile(
             hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
             TMA, BLOCK_M, BLOCK_N, BLOCK_K,

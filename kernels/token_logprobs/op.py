@@ -150,12 +150,21 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):
         hidden, weight, targets = ctx.saved_tensors
-        dlogprobs, dentropy = grad_outputs
 
         def logit_gradient(span: slice) -> Tensor:
-            chunk = _chunk(hidden, weight, targets, ctx.rows, span)
+            """[n, V] of the unscaled logits; zero for rows that are ignored or greedy."""
+            scored, sampled, target = _chunk(hidden, weight, targets, ctx.rows, span)
             temperature = ctx.rows.temperature[span]
-            dlogits = _logit_gradient(*chunk, dlogprobs[span], dentropy[span], temperature)
+            idle = ~(scored & (temperature > 0))
+            dlogprobs, dentropy = (
+                g[span].masked_fill(idle, 0.0).unsqueeze(1) for g in grad_outputs
+            )
+            p = sampled.probabilities()
+            dscaled = -(dlogprobs * p)
+            dscaled.scatter_add_(1, target.unsqueeze(1), dlogprobs)
+            surprise = sampled.surprise(p)
+            dscaled = dscaled + dentropy * (p * (surprise - tree_sum(p * surprise).unsqueeze(1)))
+            dlogits = dscaled / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1)
             return dlogits.to(weight.dtype)
 
         spans = chunks(hidden.shape[0], ctx.chunk_tokens)
@@ -170,22 +179,3 @@ def _chunk(
     sampled = distribution(lm_head_logits(hidden[span], weight), rows.select(span))
     scored = targets[span] != IGNORED
     return scored, sampled, targets[span].masked_fill(~scored, 0)
-
-
-def _logit_gradient(
-    scored: Tensor,
-    sampled: Distribution,
-    target: Tensor,
-    dlogprobs: Tensor,
-    dentropy: Tensor,
-    temperature: Tensor,
-) -> Tensor:
-    """[n, V] fp32 gradient of the unscaled logits; zero for rows that are ignored or greedy."""
-    active = scored & (temperature > 0)
-    dlogprobs, dentropy = (g.masked_fill(~active, 0.0).unsqueeze(1) for g in (dlogprobs, dentropy))
-    p = sampled.probabilities()
-    dscaled = -(dlogprobs * p)
-    dscaled.scatter_add_(1, target.unsqueeze(1), dlogprobs)
-    surprise = sampled.surprise(p)
-    dscaled = dscaled + dentropy * (p * (surprise - tree_sum(p * surprise).unsqueeze(1)))
-    return dscaled / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1)

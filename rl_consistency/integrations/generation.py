@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from rl_consistency.integrations.refusals import check_same_model
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled, of_generate, of_trl_backend
-from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
+from rl_consistency.models.scoring.token_logprobs import LabelLogprobs
 from rl_consistency.rollout.completion import routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams

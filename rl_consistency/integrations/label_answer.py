@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rl_consistency.models.packing import PaddedBatch, packed_inputs
-from rl_consistency.models.scoring.label_logprobs import LabelLogprobs, label_logprobs
 from rl_consistency.models.scoring.scored_rows import Sampling
+from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, label_logprobs
 
 Observer = Callable[[Tensor, PaddedBatch, LabelLogprobs], None]
 """Sees input ids [B, L], how they were packed, and their scores, in a pass with gradients."""

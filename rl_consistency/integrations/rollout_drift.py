@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.integrations.wandb_drift import log_drift
-from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
+from rl_consistency.models.scoring.token_logprobs import LabelLogprobs
 from rl_consistency.models.sharding import is_sharded
 from rl_consistency.parity.drift import DriftReport, Sample, worst_tokens
 from rl_consistency.parity.histograms import split_counts

@@ -12,14 +12,15 @@ already, and nothing is copied.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import (
@@ -34,25 +35,60 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import (
     filled,
 )
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
-from rl_consistency.models.graph_cache import GraphPieces, borrowed
+from rl_consistency.models.graph_cache import GraphPieces, GraphPlace, borrowed
 from rl_consistency.models.modules import LayerCall
 
 Layers = Callable[[Tensor, LayerCall], Tensor]
 """(hidden [1, R, H], call) -> hidden [1, R, H] after the layers and the final norm."""
 
+_Copy = tuple[Tensor, Tensor]
+"""To where, and of what."""
+
 ELSEWHERE = "Call optimizer.zero_grad() and leave .grad in place, or patch(cuda_graphs=False)."
 
 
-class Place(Protocol):
-    """Where graphs are captured, see `GraphPlace`."""
+class LayersPlace(GraphPlace):
+    """Where the layers of a model are captured; it knows what memory that takes."""
 
-    def warming(self) -> AbstractContextManager[None]: ...
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._reserved = self._kept = 0
+        self._last: Any = None  # event of the latest replay
 
-    def pieces(self) -> GraphPieces: ...
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """The runs before a capture; what they took is given back."""
+        # A capture takes no memory that the allocator keeps for others, or for this stream.
+        torch.cuda.empty_cache()
+        self._reserved = torch.cuda.memory_reserved(self._device)
+        try:
+            with super().warming():
+                yield
+        finally:
+            torch.cuda.empty_cache()
 
-    def use(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def use(self) -> Iterator[None]:
         """Inside the block replays are queued, behind those on other streams."""
-        ...
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        try:
+            yield
+        finally:
+            self._last = stream.record_event()
+
+    def taken(self) -> tuple[int, float]:
+        """Bytes that the latest capture took, and the share of the device's memory."""
+        taken = torch.cuda.memory_reserved(self._device) - self._reserved
+        self._kept += taken
+        return taken, taken / torch.cuda.get_device_properties(self._device).total_memory
+
+    def free(self) -> int:
+        """Bytes that the allocator could give out."""
+        unused = torch.cuda.memory_reserved(self._device) - self._kept
+        unused -= torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + unused
 
 
 class Padded:
@@ -96,7 +132,7 @@ class CapturedGradients:
         """Run `replay` in the backward pass that goes on; what a backward function returns for each
         parameter. `op` is autograd's number of that function, `nodes` where the gradients go."""
         zeroed: list[Tensor] = []
-        loads, stores, restores = _Copies(), _Copies(), _Copies()
+        loads, stores, restores = list[_Copy](), list[_Copy](), list[_Copy]()
         if {own.data_ptr() for own in self._own} != self._places:
             raise ValueError(f"the memory of a gradient was resized. {ELSEWHERE}")
         results: list[Tensor | None] = []
@@ -111,63 +147,50 @@ class CapturedGradients:
             # Somebody has what an earlier pass was given: `.grad`, or a caller who kept it.
             lent = _references(own) != self._alone[i]
             if lent:
-                kept = own.clone()
-            if found is None:
+                restores.append((own, own.clone()))
+            if found is not None:
+                loads.append((own, found))
+                stores.append((found, own))
+            else:
                 zeroed.append(own)
-            else:
-                loads.add(own, found)
-            result = found
-            if accumulates is None:
-                result = None
-            elif found is not None:
-                stores.add(found, own)
-            elif lent:
-                result = torch.empty_like(own)
-                stores.add(result, own)
-            else:
-                result = own.data  # an alias with a version of its own, which autograd looks at
-            results.append(result)
-            if lent:
-                restores.add(own, kept)
+                if accumulates is not None and lent:
+                    found = torch.empty_like(own)
+                    stores.append((found, own))
+                elif accumulates is not None:
+                    found = own.data  # an alias with a version of its own, which autograd looks at
+            results.append(found)
         try:
             for group in by_dtype(zeroed):
                 torch._foreach_zero_(group)  # pyright: ignore[reportPrivateImportUsage]
-            loads.run()
+            _copy(loads)
             replay()
-            stores.run()
+            _copy(stores)
         finally:
-            restores.run()  # whatever happened, what others hold is theirs
+            _copy(restores)  # whatever happened, what others hold is theirs
         return [
             None if result is None else buffer.finish(result)
             for buffer, result in zip(self._buffers, results, strict=True)
         ]
 
 
-class _Copies:
-    """Copies that are made one after another, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, to: Tensor, source: Tensor) -> None:
-        self._pairs.append((to, source))
-
-    def run(self) -> None:
-        for to, source in self._pairs:
-            to.copy_(source)
+def _copy(pairs: Iterable[_Copy]) -> None:
+    for to, source in pairs:
+        to.copy_(source)
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Lists that one launch each can take."""
-    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        found[tensor.dtype].append(tensor)
-    return list(found.values())
+    ordered = sorted(tensors, key=lambda tensor: str(tensor.dtype))
+    return [list(group) for _, group in groupby(ordered, key=lambda tensor: tensor.dtype)]
 
 
 def _references(tensor: Tensor) -> int:
     """Tensors over this memory, and what it takes to ask."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_Seam = tuple[GraphPieces | None, GraphPieces | None]
+"""The graphs, forward and backward, that attention lies between; None where nothing is captured."""
 
 
 class CapturedLayers:
@@ -186,9 +209,8 @@ class CapturedLayers:
         self._forward: GraphPieces | None = None
         self._backward: GraphPieces | None = None
 
-    def capture(self, layers: Layers, place: Place) -> None:
-        """Capture both passes of `layers`. The runs before it compile kernels and certify products,
-        which a capture must not do."""
+    def capture(self, layers: Layers, place: LayersPlace) -> None:
+        """Capture both passes of `layers`, after runs that compile kernels and certify products."""
         forward, backward = place.pieces(), place.pieces()
         found: list[Tensor] = []
         with (
@@ -200,8 +222,8 @@ class CapturedLayers:
         ):
             with place.warming():
                 for _ in range(2):
-                    self._go_backward(self._run(layers, _Seam(None, None)))
-            seam = _Seam(forward, backward)
+                    self._go_backward(self._run(layers, (None, None)))
+            seam = forward, backward
             forward.capture(lambda: found.append(self._run(layers, seam)))
             self._result = borrowed(found[0])
             backward.capture(lambda: found.append(self._go_backward(found[0])))
@@ -246,27 +268,15 @@ class CapturedLayers:
             return self._dhidden[:, : gradient.shape[1]].clone()
 
 
-class _Seam:
-    """The graphs that attention lies between; None in a run that is not captured."""
-
-    def __init__(self, forward: GraphPieces | None, backward: GraphPieces | None) -> None:
-        self.forward, self.backward = forward, backward
-
-
 class _Attention(torch.autograd.Function):
     """Memory for attention's results and gradients, which it fills between two graphs."""
 
     @staticmethod
     def forward(ctx, q, k, v, seam, numbers):
         results = empty_results(q)
-        if seam.forward is None:
-            _fill_with_zeros(*results)
-        else:
-            operands = [borrowed(x) for x in (q, k, v)]
-            into = tuple(borrowed(x) for x in results)
-            seam.forward.interrupt(partial(attention_into, into, *operands, **numbers))
+        _between(seam[0], attention_into, results, (q, k, v), numbers)
         ctx.save_for_backward(q, k, v, *results)
-        ctx.seam, ctx.numbers = seam, numbers
+        ctx.backward_graph, ctx.numbers = seam[1], numbers
         return results[0]
 
     @staticmethod
@@ -274,18 +284,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         q, k, v, *results = ctx.saved_tensors
         gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
-        if ctx.seam.backward is None:
-            _fill_with_zeros(*gradients)
-        else:
-            operands: list[Any] = [borrowed(x) for x in (grad_outputs[0], q, k, v)]
-            operands.append(tuple(borrowed(x) for x in results))
-            into = tuple(borrowed(x) for x in gradients)
-            ctx.seam.backward.interrupt(
-                partial(attention_gradients_into, into, *operands, **ctx.numbers)
-            )
+        operands = (grad_outputs[0], q, k, v, tuple(results))
+        _between(ctx.backward_graph, attention_gradients_into, gradients, operands, ctx.numbers)
         return *gradients, None, None
 
 
-def _fill_with_zeros(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        tensor.zero_()
+def _between(graph: GraphPieces | None, op: Any, into: Any, operands: Any, numbers: Any) -> None:
+    """Have `op` fill `into` in each replay, between two graphs; zeros where nothing is captured."""
+    if graph is None:
+        for tensor in into:
+            tensor.zero_()
+    else:
+        into, *operands = tree_map(borrowed, (into, *operands))
+        graph.interrupt(partial(op, into, *operands, **numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -52,7 +52,7 @@ ACTIVATIONS = {
 }
 """Hugging Face activation name -> activation of the `glu` op."""
 
-_PARTS: dict[str, type[CanonicalModule]] = {
+_PARTS = {
     "RMSNorm": modules.CanonicalRMSNorm,
     "MLP": modules.CanonicalMLP,
     "Attention": modules.CanonicalAttention,
@@ -63,15 +63,11 @@ _PARTS: dict[str, type[CanonicalModule]] = {
 }
 
 
-_SPARSE_PARTS: dict[str, type[CanonicalModule]] = {
+_SPARSE_PARTS = {
     "TopKRouter": moe.CanonicalRouter,
     "Experts": moe.CanonicalExperts,
     "SparseMoeBlock": moe.CanonicalMoEBlock,
 }
-
-_ALL_SPARSE = ("olmoe", "mixtral")
-"""Families that have no dense layer."""
-
 
 _LIBRARIES = ("transformers", "torch")
 _ZERO3_LINEAR = "deepspeed.runtime.zero.linear"
@@ -93,11 +89,12 @@ def modeling(config: PreTrainedConfig) -> Any:
 
 def _parts(config: PreTrainedConfig) -> dict[str, type[CanonicalModule]]:
     """Class name without the family prefix -> canonical mixin, for one family."""
-    family = config.model_type
-    if family not in SPARSE:
-        return _PARTS
-    dense = {p: mixin for p, mixin in _PARTS.items() if p != "MLP" or family not in _ALL_SPARSE}
-    return dense | _SPARSE_PARTS
+    if config.model_type not in SPARSE:
+        return {**_PARTS}
+    parts = {**_PARTS, **_SPARSE_PARTS}
+    if config.model_type != "qwen3_moe":  # the others have no dense layer
+        del parts["MLP"]
+    return parts
 
 
 def mixins(config: PreTrainedConfig) -> dict[type[nn.Module], type[CanonicalModule]]:
@@ -143,7 +140,7 @@ def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 WITHOUT_WINDOW = ("llama", "olmoe")
-"""Families whose forward reads no window; see `routing_problems`."""
+"""Families whose forward reads no window; OLMoE's may have none, see `_routing_problems`."""
 
 
 def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
@@ -164,46 +161,82 @@ SIZES = (
 def check_config(config: PreTrainedConfig) -> None:
     """UnsupportedModelError naming every setting whose arithmetic is not covered."""
     modeling(config)
-    problems = []
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        problems.append(f"rope_type {rope!r} (covered: {', '.join(ROPE_TYPES)})")
-    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if other_layers:
-        covered = ", ".join(LAYER_TYPES)
-        problems.append(f"layer types {', '.join(other_layers)} (covered: {covered})")
-    for name in SIZES:
-        if (size := getattr(config, name, 1)) < 1:
-            problems.append(f"{name}={size} (covered: 1 or more)")
-    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
-    if types is not None and len(types) < layers:
-        problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
-    window = getattr(config, "sliding_window", None)
-    if config.model_type not in WITHOUT_WINDOW and window is not None and window < 1:
-        problems.append(f"sliding_window={window} (covered: 1 or more, or null)")
-    heads: int = max(config.num_attention_heads, 1)
-    if (kv_heads := config.num_key_value_heads) > 0 and heads % kv_heads:
-        found = f"num_attention_heads={heads} for num_key_value_heads={kv_heads}"
-        problems.append(f"{found} (covered: a multiple of it)")
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if head_dim % HEAD_DIM_MULTIPLE or not 0 < head_dim <= MAX_HEAD_DIM:
-        covered = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
-        problems.append(f"head_dim {head_dim} (covered: {covered})")
-    if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
-        problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")
-    if (eps := getattr(config, "rms_norm_eps", 1e-6)) <= 0:
-        problems.append(f"rms_norm_eps={eps}, which makes NaN of rows of zeros (covered: above 0)")
-    if not getattr(config, "is_causal", True):
-        problems.append("is_causal=False, which makes attention bidirectional (covered: True)")
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
-        if getattr(config, name, 0.0):
-            problems.append(f"active dropout {name}={getattr(config, name)} (set it to 0.0)")
-    if getattr(config, "quantization_config", None):
-        problems.append("quantization_config (load the model unquantized)")
+    problems = [*_problems(config)]
     if config.model_type in SPARSE:
-        problems += routing_problems(config)
+        problems += _routing_problems(config)
     if problems:
         raise UnsupportedModelError(f"{config.model_type} not covered: {'; '.join(problems)}.")
+
+
+def _problems(config: Any) -> Iterator[str]:
+    """Settings of any family's configuration that are not covered, with what is."""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        yield f"rope_type {rope!r} (covered: {', '.join(ROPE_TYPES)})"
+    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    if other := ", ".join(sorted(set(types or ()) - set(LAYER_TYPES))):
+        yield f"layer types {other} (covered: {', '.join(LAYER_TYPES)})"
+    for name in SIZES:
+        if (size := getattr(config, name, 1)) < 1:
+            yield f"{name}={size} (covered: 1 or more)"
+    if types is not None and len(types) < layers:
+        yield f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)"
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in WITHOUT_WINDOW and window is not None and window < 1:
+        yield f"sliding_window={window} (covered: 1 or more, or null)"
+    heads = max(config.num_attention_heads, 1)
+    if (kv_heads := config.num_key_value_heads) > 0 and heads % kv_heads:
+        found = f"num_attention_heads={heads} for num_key_value_heads={kv_heads}"
+        yield f"{found} (covered: a multiple of it)"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if head_dim % HEAD_DIM_MULTIPLE or not 0 < head_dim <= MAX_HEAD_DIM:
+        covered = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+        yield f"head_dim {head_dim} (covered: {covered})"
+    if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
+        yield f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})"
+    if (eps := getattr(config, "rms_norm_eps", 1e-6)) <= 0:
+        yield f"rms_norm_eps={eps}, which makes NaN of rows of zeros (covered: above 0)"
+    if not getattr(config, "is_causal", True):
+        yield "is_causal=False, which makes attention bidirectional (covered: True)"
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+        if rate := getattr(config, name, 0.0):
+            yield f"active dropout {name}={rate} (set it to 0.0)"
+    if getattr(config, "quantization_config", None):
+        yield "quantization_config (load the model unquantized)"
+
+
+def _routing_problems(config: Any) -> Iterator[str]:
+    """Settings of a sparse family's configuration that are not covered, with what to do."""
+    if jitter := getattr(config, "router_jitter_noise", 0.0):
+        yield f"router_jitter_noise={jitter} (set it to 0.0)"
+    if (clip := getattr(config, "clip_qkv", None)) is not None:
+        yield f"clip_qkv={clip} (covered: None)"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "output_router_logits=True, whose auxiliary loss is no sum over sequences: every cut "
+            "of the batch changes it (set it to False; trainers know algorithm.balance_coefficient)"
+        )
+    if config.model_type == "olmoe" and (window := getattr(config, "sliding_window", None)):
+        yield f"sliding_window={window}, which some attention functions ignore"
+    if (step := getattr(config, "decoder_sparse_step", 1)) < 1:
+        yield f"decoder_sparse_step={step} (covered: 1 or more)"
+    if getattr(config, "mlp_only_layers", ()) is None:
+        yield "mlp_only_layers=None (give the list of dense layers, which may be empty)"
+    experts, chosen = num_experts(config), config.num_experts_per_tok
+    # Without experts a Qwen3-MoE has dense layers alone; the others have no other layers.
+    dense = not experts and config.model_type == "qwen3_moe"
+    if not dense and not 1 <= chosen <= experts:
+        yield f"num_experts_per_tok={chosen} of {experts} experts"
+
+
+def num_experts(config: Any) -> int:
+    """Experts of a sparse layer; Mixtral has a name of its own for it."""
+    return config.num_local_experts if config.model_type == "mixtral" else config.num_experts
+
+
+def normalizes(config: Any) -> bool:
+    """Whether routers divide the chosen weights by their sum; Mixtral's always do, unasked."""
+    return config.model_type == "mixtral" or config.norm_topk_prob
 
 
 _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
@@ -342,6 +375,15 @@ def _home(function: Any) -> str:
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
+def check_model(model: Any, *, sharded: bool = False) -> None:
+    """All checks of a model but the comparison with what its config makes, see `inventory`;
+    `sharded`: its parameters may be shards."""
+    check_config(model.config)
+    check_code(model.config)
+    _check_plans(model)
+    check_parameters(model, sharded=sharded)
+
+
 def check_head(model: nn.Module) -> None:
     """UnsupportedModelError for a bare decoder, a wrapper, or the head of another task."""
     config: Any = model.config
@@ -353,9 +395,13 @@ def check_head(model: nn.Module) -> None:
         )
 
 
-def check_plans(model: nn.Module) -> None:
+def _check_plans(model: nn.Module) -> None:
     """UnsupportedModelError for experts or other parts that a plan of transformers has split."""
-    if (name := parallel_part(model)) is not None:
+    planned = ["root"] if (getattr(model, "_tp_size", None) or 1) > 1 else []
+    for name, module in model.named_modules():
+        if vars(module).get("_is_expert_parallel") or vars(module).get("_hf_tp_plan"):
+            planned.append(name)
+    for name in planned[:1]:
         raise UnsupportedModelError(
             f"module {name} is split over ranks by a plan of transformers; expert parallelism and "
             "tensor parallelism are not covered. Load the model without tp_plan and "
@@ -386,51 +432,3 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
                 f"parameter {name} is {parameter.dtype}, the first is {first}; a model has one "
                 f"dtype of {', '.join(map(str, DTYPES))} (fp8 is not covered); use model.to(dtype)."
             )
-
-
-def num_experts(config: Any) -> int:
-    """Experts of a sparse layer; Mixtral has a name of its own for it."""
-    return config.num_local_experts if config.model_type == "mixtral" else config.num_experts
-
-
-def normalizes(config: Any) -> bool:
-    """Whether routers divide the chosen weights by their sum; Mixtral's always do, unasked."""
-    return config.model_type == "mixtral" or config.norm_topk_prob
-
-
-def routing_problems(config: Any) -> list[str]:
-    """Settings of a sparse family's configuration that are not covered, with what to do."""
-    found = []
-    if jitter := getattr(config, "router_jitter_noise", 0.0):
-        found.append(f"router_jitter_noise={jitter} (set it to 0.0)")
-    if (clip := getattr(config, "clip_qkv", None)) is not None:
-        found.append(f"clip_qkv={clip} (covered: None)")
-    if getattr(config, "output_router_logits", False):
-        found.append(
-            "output_router_logits=True, whose auxiliary loss is no sum over sequences: every cut "
-            "of the batch changes it (set it to False; trainers know algorithm.balance_coefficient)"
-        )
-    if config.model_type == "olmoe" and (window := getattr(config, "sliding_window", None)):
-        found.append(f"sliding_window={window}, which some attention functions ignore")
-    if (step := getattr(config, "decoder_sparse_step", 1)) < 1:
-        found.append(f"decoder_sparse_step={step} (covered: 1 or more)")
-    if getattr(config, "mlp_only_layers", ()) is None:
-        found.append("mlp_only_layers=None (give the list of dense layers, which may be empty)")
-    experts, chosen = num_experts(config), config.num_experts_per_tok
-    # Without experts a Qwen3-MoE has dense layers alone; the others have no other layers.
-    dense = not experts and config.model_type == "qwen3_moe"
-    if not dense and not 1 <= chosen <= experts:
-        found.append(f"num_experts_per_tok={chosen} of {experts} experts")
-    return found
-
-
-def parallel_part(model: nn.Module) -> str | None:
-    """The first module that other ranks have a part of by a plan of transformers; None for none."""
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        return "root"
-    planned = (
-        name
-        for name, module in model.named_modules()
-        if vars(module).get("_is_expert_parallel") or vars(module).get("_hf_tp_plan")
-    )
-    return next(planned, None)

@@ -92,10 +92,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return [Fault("", kind, "has a hook on all modules, some of which would not run it")]
     try:
-        families.check_config(config)
-        families.check_code(config)
-        families.check_plans(model)
-        families.check_parameters(model, sharded=patched and is_sharded(model))
+        families.check_model(model, sharded=patched and is_sharded(model))
         made = _as_configured(config, families.stock_class(type(model)))
         return list(_Comparison(model, patched).walk("", model, made))
     except families.UnsupportedModelError as error:

@@ -25,12 +25,16 @@ from rl_consistency.kernels.core.autograd import once_differentiable
 from rl_consistency.kernels.core.torch_op import watched
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.matmul.audit import withdrawn_since
-from rl_consistency.models.captured_layers import CapturedGradients, CapturedLayers, Layers
+from rl_consistency.models.captured_layers import (
+    CapturedGradients,
+    CapturedLayers,
+    Layers,
+    LayersPlace,
+)
 from rl_consistency.models.graph_cache import (
     CAPTURED_AT,
     OPERATIONS_PER_SECOND,
     GraphCache,
-    GraphPlace,
     bucket_of,
 )
 from rl_consistency.models.modules import LayerCall, is_unobserved
@@ -59,54 +63,6 @@ def layers_op_by_op() -> Iterator[None]:
         yield
     finally:
         _op_by_op.reset(token)
-
-
-class LayersPlace(GraphPlace):
-    """Where the layers of a model are captured; it knows what memory that takes."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._reserved = self._kept = 0
-        self._last: Any = None  # event of the latest replay
-
-    @contextmanager
-    def warming(self) -> Iterator[None]:
-        """The runs before a capture; what they took is given back."""
-        # A capture takes no memory that the allocator keeps for others, or for this stream.
-        torch.cuda.empty_cache()
-        self._reserved = torch.cuda.memory_reserved(self._device)
-        try:
-            with super().warming():
-                yield
-        finally:
-            torch.cuda.empty_cache()
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """See `captured_layers.Place`."""
-        stream = torch.cuda.current_stream(self._device)
-        if self._last is not None:
-            stream.wait_event(self._last)
-        try:
-            yield
-        finally:
-            self._last = stream.record_event()
-
-    def taken(self) -> tuple[int, float]:
-        """Bytes that the latest capture took, and the share of the device's memory."""
-        taken = torch.cuda.memory_reserved(self._device) - self._reserved
-        self._kept += taken
-        return taken, taken / torch.cuda.get_device_properties(self._device).total_memory
-
-    def free(self) -> int:
-        """Bytes that the allocator could give out."""
-        unused = torch.cuda.memory_reserved(self._device) - self._kept
-        unused -= torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + unused
-
-    def release(self) -> None:
-        """Give back the memory of graphs that were dropped."""
-        torch.cuda.empty_cache()
 
 
 class _Pass:
@@ -230,7 +186,7 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
         super().drop()
         self._gradients = self._latest = None
         if place is not None:
-            place.release()
+            torch.cuda.empty_cache()
 
     def _capture(
         self, rows: int, layers: Layers, hidden: Tensor, call: LayerCall

@@ -340,11 +340,8 @@ def patch(
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself."
         )
-    families.check_config(config)
-    families.check_code(config)
     families.check_head(model)
-    families.check_plans(model)
-    families.check_parameters(model)
+    families.check_model(model)
     coverage(model).require_supported()
     session = PatchSession(model, captures=cuda_graphs)
     try:

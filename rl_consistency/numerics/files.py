@@ -19,7 +19,6 @@ from typing import Any
 from uuid import uuid4
 
 PREFIX = ".rl_consistency-"
-_LEFTOVER = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 
 
 @contextmanager
@@ -54,18 +53,21 @@ def discard(directory: Path) -> None:
     shutil.rmtree(gone)
 
 
+def _new_name(parent: Path) -> Path:
+    return parent / f"{PREFIX}{uuid4().hex}"
+
+
 def is_leftover(path: Path) -> bool:
     """Whether a kill left it: half written, or half removed."""
-    ours = _LEFTOVER.fullmatch(path.name) is not None
-    return ours and path.is_dir() and not path.is_symlink()
+    ours = re.fullmatch(re.escape(PREFIX) + "[0-9a-f]{32}", path.name)
+    return ours is not None and path.is_dir() and not path.is_symlink()
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what kills left in a directory, and nothing behind a link."""
-    if directory.is_symlink():
-        return
-    for path in filter(is_leftover, directory.glob(PREFIX + "*")):
-        shutil.rmtree(path)
+    if not directory.is_symlink():
+        for path in filter(is_leftover, directory.glob(PREFIX + "*")):
+            shutil.rmtree(path)
 
 
 def flush(*paths: Path) -> None:
@@ -76,10 +78,6 @@ def flush(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _new_name(parent: Path) -> Path:
-    return parent / f"{PREFIX}{uuid4().hex}"
 
 
 def write_output(file: Path, text: str) -> None:
@@ -111,12 +109,10 @@ def _is_stream(file: Path) -> bool:
     return file.exists() and not file.is_file() and not file.is_dir()
 
 
-SEAL = "sha256"
-
-
 def seal(content: Mapping[str, Any]) -> str:
     """The text of `content` and, first in it, the SHA-256 of all the rest."""
-    return _text({SEAL: hashlib.sha256(_text(content).encode()).hexdigest(), **content})
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({"sha256": digest, **content}, indent=1)
 
 
 def unseal(file: Path) -> dict[str, Any]:
@@ -128,7 +124,7 @@ def unseal(file: Path) -> dict[str, Any]:
         content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.pop(SEAL, None), str):
+    if not isinstance(content, dict) or not isinstance(content.pop("sha256", None), str):
         raise ValueError(
             f"{file} does not hold its own SHA-256: it is damaged, or an older rl_consistency "
             "wrote it"
@@ -142,7 +138,3 @@ def file_digest(file: Path) -> str:
     """Hexadecimal SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _text(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=1)

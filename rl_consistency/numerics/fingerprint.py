@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -58,13 +59,15 @@ def fingerprint(
     """
     device = torch.device(device)
     used = [*ORDERS.values(), *orders]
-    entries = {f"order.{order.id}": _order_entry(order, device) for order in used}
+    texts = {order: order.on(device.type).encode() for order in used}
+    entries = {
+        f"order.{order.id}": f"v{order.version} {hashlib.sha256(text).hexdigest()[:16]}"
+        for order, text in texts.items()
+    }
     entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
     for library in (rl_consistency, torch, transformers, accelerate):
         entries[library.__name__] = library.__version__
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else f"{device.type} {platform.machine()}"
-    entries["device"] = name
+    entries["device"] = f"{device.type} {platform.machine()}"
     if device.type == "cpu":
         entries["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         entries["cpu_model"] = _cpu_model()
@@ -74,7 +77,8 @@ def fingerprint(
         given = {k: v for k, v in os.environ.items() if k.startswith(LIBRARY_PREFIXES)}
         entries |= {f"environment.{name}": value for name, value in given.items()}
         entries["flushes_denormals"] = str(bool(torch.tensor(1e-39) * 0.5 == 0))
-    if cuda:
+    if device.type == "cuda":
+        entries["device"] = torch.cuda.get_device_name(device)
         # Triton and its own assembler make the kernels, so the driver does not enter.
         entries["cuda_capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
         entries["cuda_runtime"] = str(torch.version.cuda)
@@ -83,17 +87,10 @@ def fingerprint(
     return Fingerprint(entries)
 
 
-def _order_entry(order: ReductionOrder, device: torch.device) -> str:
-    text = order.on(device.type)
-    return f"v{order.version} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
 @cache
 def _cpu_model() -> str:
     """The processor as Linux names it, else what platform knows."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name[^:]*:(.*)", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()

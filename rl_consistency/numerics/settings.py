@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
 
 
-@dataclass(frozen=True)
-class NumericSetting:
+class NumericSetting(NamedTuple):
     """One process-wide switch: how to read it, set it, and the value the orders need."""
 
     name: str
@@ -37,33 +36,25 @@ class NumericSetting:
 _CUBLASLT = torch._C._BlasBackend.Cublaslt
 
 
-def _read_blas_library() -> torch._C._BlasBackend:
+def _blas_library(library: Any = None) -> Any:
     """The library behind torch.mm on CUDA; without a GPU it cannot be set and nothing reads it."""
-    return torch.backends.cuda.preferred_blas_library() if torch.cuda.is_available() else _CUBLASLT
+    if not torch.cuda.is_available():
+        return _CUBLASLT
+    return torch.backends.cuda.preferred_blas_library(library)
 
 
-def _write_blas_library(library: torch._C._BlasBackend) -> None:
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library(library)
-
-
-def _flag(name: str) -> NumericSetting:
+def _flag(name: str, *more: str) -> NumericSetting:
+    """A switch of CUDA's products; one that says `more` is read and set as a tuple."""
     matmul = torch.backends.cuda.matmul
-    return NumericSetting(
-        f"cuda.matmul.{name}", partial(getattr, matmul, name), partial(setattr, matmul, name), False
-    )
+    read, write = partial(attrgetter(name, *more), matmul), partial(setattr, matmul, name)
+    required = (False,) * (1 + len(more)) if more else False
+    return NumericSetting(f"cuda.matmul.{name}", read, write, required)
 
 
 def _reduction(dtype: str) -> NumericSetting:
     """Whether sums of 16-bit products may round early, and whether K may be split."""
     name = f"allow_{dtype}_reduced_precision_reduction"
-    matmul = torch.backends.cuda.matmul
-    return NumericSetting(
-        f"cuda.matmul.{name}",
-        lambda: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")),
-        partial(setattr, matmul, name),
-        (False, False),
-    )
+    return _flag(name, f"{name}_split_k")
 
 
 _get, _set = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
@@ -73,9 +64,7 @@ SETTINGS = (
     _flag("allow_fp16_accumulation"),
     _reduction("bf16"),
     _reduction("fp16"),
-    NumericSetting(
-        "cuda.preferred_blas_library", _read_blas_library, _write_blas_library, _CUBLASLT
-    ),
+    NumericSetting("cuda.preferred_blas_library", _blas_library, _blas_library, _CUBLASLT),
 )
 
 
@@ -90,15 +79,8 @@ def write_settings(values: tuple[Any, ...]) -> None:
         setting.write(value)
 
 
-@dataclass
-class _Held:
-    """How many blocks hold the settings, and the values from before the first of them."""
-
-    count: int = 0
-    before: tuple[Any, ...] = ()
-
-
-_held = _Held()
+_held: list[tuple[Any, ...]] = []
+"""For each block that holds the settings, their values from before the first of them."""
 
 
 @contextmanager
@@ -108,24 +90,18 @@ def numeric_settings() -> Iterator[None]:
     Blocks may overlap in any order (two patched models, one restored before the other): the last
     one to end restores what the first one found.
     """
-    if _held.count == 0:
-        _held.before = read_settings()
-    _held.count += 1
+    _held.append(_held[0] if _held else read_settings())
     try:
         write_settings(tuple(setting.required for setting in SETTINGS))
         yield
     finally:
-        _held.count -= 1
-        if _held.count == 0:
-            write_settings(_held.before)
+        before = _held.pop()
+        if not _held:
+            write_settings(before)
 
 
 def verify_settings() -> None:
-    """Check that every setting has its required value.
-
-    Raises:
-        ConsistencyError: names each setting that something else has changed.
-    """
+    """ConsistencyError naming each setting that something else has changed."""
     found = [(s, s.value()) for s in SETTINGS]
     wrong = [f"{s.name} is {v!r}, needs {s.required!r}" for s, v in found if v != s.required]
     if wrong:

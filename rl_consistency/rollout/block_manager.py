@@ -10,8 +10,6 @@ is allocated, so that a sibling can wait for it. It becomes shareable when the s
 was launched and all its tokens are known: steps run in order on one stream. Released blocks keep
 their content until space is needed, least recently released first.
 
-Blocks of a sequence that fails are not found again (`distrust`; see `failures`).
-
 `KVCache` is the memory behind the block numbers; `cache_shape` bounds their number.
 """
 
@@ -21,7 +19,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +40,7 @@ class _Block:
     computed: bool = False  # whether the step that fills it has been launched
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The longest announced prefix of a sequence."""
 
     block_ids: list[int]  # its leading blocks that are computed
@@ -62,14 +59,14 @@ class BlockManager:
     def reset(self) -> None:
         """Take every block back and forget all contents."""
         self._blocks = [_Block() for _ in range(self.num_blocks)]
-        self._blank = list(range(self.num_blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # content kept, least recent first
+        # Blocks that nobody holds: those without content, then the least recently released first.
+        self._free = OrderedDict.fromkeys(range(self.num_blocks))
         self._by_key: dict[_Key, int] = {}
         self._last_prefix_id = _ROOT
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._blank) + len(self._idle)
+        return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -77,10 +74,9 @@ class BlockManager:
     def match_prefix(self, sequence: RolloutSequence) -> PrefixMatch:
         """Look up the leading blocks; never the last known token, which has to be computed."""
         block_ids: list[int] = []
-        if not self.share_prefixes or sequence.alone:
-            return PrefixMatch(block_ids, None)
         parent, size, token_ids = _ROOT, self.block_size, sequence.token_ids
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
+        shares = self.share_prefixes and not sequence.alone
+        for start in range(0, (len(token_ids) - 1) // size * size if shares else 0, size):
             block_id = self._by_key.get((parent, tuple(token_ids[start : start + size])))
             if block_id is None:
                 break
@@ -109,7 +105,7 @@ class BlockManager:
         if num_new + num_idle + spare > self.num_free_blocks:
             return False
         for block_id in match.block_ids:
-            self._idle.pop(block_id, None)
+            self._free.pop(block_id, None)
             self._blocks[block_id].ref_count += 1
         sequence.block_table = match.block_ids + [self._take() for _ in range(num_new)]
         sequence.num_published_blocks = sequence.num_borrowed_blocks = num_matched
@@ -143,11 +139,11 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count > 0:
                 continue
-            if block.key is not None and block.computed:
-                self._idle[block_id] = None
-            else:
-                self._blank_out(block_id)
-                self._blank.append(block_id)
+            self._free[block_id] = None
+            if block.key is None or not block.computed:
+                self._forget(block_id)
+                self._blocks[block_id] = _Block()
+                self._free.move_to_end(block_id, last=False)
         sequence.block_table = []
         sequence.num_published_blocks = 0
 
@@ -177,18 +173,11 @@ class BlockManager:
         self._by_key[key] = block_id
 
     def _take(self) -> int:
-        """A blank block, or else the least recently released one, its content forgotten."""
-        if self._blank:
-            block_id = self._blank.pop()
-        else:
-            block_id, _ = self._idle.popitem(last=False)
-            self._blank_out(block_id)
-        self._blocks[block_id].ref_count = 1
-        return block_id
-
-    def _blank_out(self, block_id: int) -> None:
+        """The first free block, its content forgotten."""
+        block_id, _ = self._free.popitem(last=False)
         self._forget(block_id)
-        self._blocks[block_id] = _Block()
+        self._blocks[block_id] = _Block(ref_count=1)
+        return block_id
 
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -217,34 +206,28 @@ class KVCache:
     block_size: int
     num_blocks: int  # blocks that sequences may hold
 
-    @classmethod
-    def allocate(
-        cls,
-        model: Any,
-        *,
-        block_size: int,
-        num_blocks: int | None,
-        max_num_seqs: int,
-        tokens_per_sequence: int | None = None,
-    ) -> KVCache:
-        """A cache in the model's dtype, on its device.
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """What layouts of a paged cache are given."""
+        return {"key_cache": self.keys, "value_cache": self.values, "block_size": self.block_size}
 
-        Without `num_blocks` it has room for `max_num_seqs` sequences of `tokens_per_sequence`
-        tokens (None is 1024; the model's context at most), within 4 GiB on a CPU and 40 % of the
-        free memory on a GPU, but always for one. ValueError if the device has no room for it.
-        """
-        shape = cache_shape(model, block_size, num_blocks, max_num_seqs, tokens_per_sequence)
-        count, rows, *row = shape
+    @classmethod
+    def allocate(cls, model: Any, **size: Any) -> KVCache:
+        """A cache in the model's dtype, on its device; `size` is that of `cache_shape`. ValueError
+        if the device has no room for it."""
+        shape = cache_shape(model, **size)
+        count, rows, block_size, *row = shape
         try:
             # Zeros: a NaN in a slot that was never written would pass a mask of weight 0.
             tensors = [
-                zero_cache(rows, *row, dtype=model.dtype, device=model.device) for _ in range(count)
+                zero_cache(rows, block_size, *row, dtype=model.dtype, device=model.device)
+                for _ in range(count)
             ]
         except torch.OutOfMemoryError as error:
-            size = math.prod(shape) * model.dtype.itemsize / 2**30
+            gib = math.prod(shape) * model.dtype.itemsize / 2**30
             raise ValueError(
                 f"no room on {model.device} for a KV cache of {rows - 1} blocks of {block_size} "
-                f"tokens ({size:.1f} GiB): lower num_kv_blocks"
+                f"tokens ({gib:.1f} GiB): lower num_kv_blocks"
             ) from error
         keys, values = tensors[: count // 2], tensors[count // 2 :]
         return cls(keys=keys, values=values, block_size=block_size, num_blocks=rows - 1)
@@ -255,10 +238,14 @@ def cache_shape(
     block_size: int,
     num_blocks: int | None,
     max_num_seqs: int,
-    tokens_per_sequence: int | None,
+    tokens_per_sequence: int | None = None,
 ) -> tuple[int, int, int, int, int]:
-    """[2 * layers, num_blocks + 1, block_size, num_key_value_heads, head_dim] of the cache that
-    `KVCache.allocate` would make now."""
+    """[2 * layers, num_blocks + 1, block_size, num_key_value_heads, head_dim] of a cache made now.
+
+    Without `num_blocks` it has room for `max_num_seqs` sequences of `tokens_per_sequence` tokens
+    (None is 1024; the model's context at most), within 4 GiB on a CPU and 40 % of the free memory
+    on a GPU, but always for one.
+    """
     layers, kv_heads, head_dim = cache_sizes(model)
     row = (block_size, kv_heads, head_dim)
     if num_blocks is None:

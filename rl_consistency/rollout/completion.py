@@ -1,4 +1,4 @@
-"""The result of a request."""
+"""The result of a request, and the error of those that failed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
 
 
@@ -67,3 +68,16 @@ def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
         )
     none = torch.empty(0, dtype=torch.int64)
     return [none if c.routing is None else c.routing for c in completions]
+
+
+class FailedRequestsError(ConsistencyError):
+    """The model gave numbers that are not finite for some requests; the others were finished.
+
+    Of all completions, `failed` holds those with an error and `completions` the others.
+    """
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self.completions = [c for c in completions if c.error is None]
+        self.failed = [c for c in completions if c.error is not None]
+        lines = [f"request {c.request_id!r}, {c.error}" for c in self.failed]
+        super().__init__("\n".join(lines))

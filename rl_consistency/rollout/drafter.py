@@ -18,12 +18,9 @@ MAX_DRAFT = 7  # longest draft: a step of 8 tokens per sequence
 DRAFT_LENGTHS = (1, 3, MAX_DRAFT)
 """Lengths asked for. With the last token, 3 and 7 fill the captured widths 4 and 8."""
 
-SHORTEST_REST = 2
-"""Tokens decoded plainly after a failed attempt; each further failure doubles them."""
-
-LONGEST_REST, LONGEST_WAIT = 64, 8
-"""Most tokens decoded plainly after wrong drafts, and after drafts with nothing to propose, which
-cost less."""
+SHORTEST_REST, LONGEST_REST, LONGEST_WAIT = 2, 64, 8
+"""Tokens decoded plainly after a failed attempt, doubled with each further failure; at most after
+wrong drafts; and at most after drafts with nothing to propose, which cost less."""
 
 
 class DraftState(Protocol):
@@ -102,14 +99,12 @@ class Speculator:
     """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
-        self._drafter = drafter
-        self._vocab_size = vocab_size
+        self._drafter, self._vocab_size = drafter, vocab_size
         self._state: DraftState | None = None
         self._num_seen = 0
         self._lengths = sorted({min(length, most) for length in DRAFT_LENGTHS})
         self._level = min(1, len(self._lengths) - 1)
-        self._rest = SHORTEST_REST
-        self._resume_at = 0
+        self._rest, self._resume_at = SHORTEST_REST, 0
 
     def length(self, num_tokens: int) -> int:
         """Length of the draft wanted behind `num_tokens` tokens; 0 is none."""
@@ -122,7 +117,10 @@ class Speculator:
         elif self._num_seen < len(token_ids):
             self._state.append(token_ids[self._num_seen :])
         self._num_seen = len(token_ids)
-        draft = self._checked(self._state.propose(most), most)
+        draft = self._checked(self._state.propose(most))
+        if len(draft) > most:
+            name = type(self._drafter).__name__
+            raise ValueError(f"{name} proposed {len(draft)} tokens where at most {most} were asked")
         if not draft:
             self._pause(len(token_ids), LONGEST_WAIT)
         return draft
@@ -138,18 +136,15 @@ class Speculator:
                 self._pause(num_tokens, LONGEST_REST)
             self._level = max(self._level - 1, 0)
 
-    def _checked(self, proposed: Sequence[int], most: int) -> tuple[int, ...]:
-        name = type(self._drafter).__name__
+    def _checked(self, proposed: Sequence[int]) -> tuple[int, ...]:
         try:
-            draft = tuple(operator.index(token_id) for token_id in proposed)
+            draft = tuple(map(operator.index, proposed))
         except TypeError:
             draft = (-1,)
-        if len(draft) > most:
-            raise ValueError(f"{name} proposed {len(draft)} tokens where at most {most} were asked")
-        if not all(0 <= token_id < self._vocab_size for token_id in draft):
+        if min(draft, default=0) < 0 or max(draft, default=0) >= self._vocab_size:
             raise ValueError(
-                f"{name} proposed {proposed!r}; a draft must be ids of the model's vocabulary of "
-                f"{self._vocab_size}"
+                f"{type(self._drafter).__name__} proposed {proposed!r}; a draft must be ids of the "
+                f"model's vocabulary of {self._vocab_size}"
             )
         return draft
 

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence, Sized
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, Unpack
 
 import torch
 
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.sharding import is_shard, unwrapped
-from rl_consistency.models.whole_weights import whole_weights
+from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device.model_runner import ModelRunner, PendingStep
 from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
-from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.progress import RolloutProgress
-from rl_consistency.rollout.request import (
-    OpenRequests,
-    RequestFactory,
-    RequestOptions,
-    eos_token_ids,
-)
+from rl_consistency.rollout.request import RequestOptions, Requests
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import RolloutStatistics, Scheduler
 from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence
@@ -209,13 +201,8 @@ class RolloutEngine:
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
         )
-        self._factory = RequestFactory(
-            vocab_size=model.config.vocab_size,
-            context_length=model.config.max_position_embeddings,
-            eos_token_ids=eos_token_ids(eos_token_id, model.config.vocab_size),
-            blocks=self._blocks,
-            drafter=drafter or PromptLookupDrafter(),
-            tokenizer=tokenizer,
+        self._requests = Requests(
+            model.config, eos_token_id, self._blocks, drafter or PromptLookupDrafter(), tokenizer
         )
         self._weights = WeightsWatch(model)
         self._kernels = RolloutKernels(
@@ -226,15 +213,12 @@ class RolloutEngine:
             shares=enable_prefix_sharing,
             quiet=quiet,
         )
-        self._new_scheduler = partial(
-            Scheduler,
-            self._blocks,
-            max_batch_tokens=max_batch_tokens,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk_size=prefill_chunk_size,
-        )
-        self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)
-        self._requests = OpenRequests()
+        self._limits = {
+            "max_batch_tokens": max_batch_tokens,
+            "max_num_seqs": max_num_seqs,
+            "prefill_chunk_size": prefill_chunk_size,
+        }
+        self._loop = self._new_loop()
         # Reentrant: a progress callback may submit and cancel.
         self._turn = threading.RLock()  # of one `generate`
         self._lock = threading.RLock()  # of one change of state
@@ -324,17 +308,8 @@ class RolloutEngine:
         this call: give ids, or another seed, to prompts that join unfinished ones. The weights, the
         `strict` choice, forward hooks and CUDA stream must stay until `has_unfinished` is False.
         """
-        if not isinstance(prompts, Sized):
-            kind = type(prompts).__name__
-            raise ValueError(f"prompts must be a list of lists of token ids; got a {kind}")
-        if unknown := options.keys() - RequestOptions.__annotations__.keys():
-            allowed = ", ".join(RequestOptions.__annotations__)
-            raise TypeError(f"requests have no {', '.join(sorted(unknown))}; they have {allowed}")
         with self._lock:
-            if (ids := options.get("request_ids")) is None:
-                ids = self._requests.made_up_ids(len(prompts))
-            sequences = self._factory.sequences(prompts, sampling, options.get("prompt_ids"), ids)
-            self._requests.check(ids, sequences)
+            sequences = self._requests.sequences(prompts, sampling, **options)
             digest = options.get("weights_digest")
             if self.has_unfinished:
                 self._weights.compare(digest)
@@ -343,7 +318,7 @@ class RolloutEngine:
             for sequence in sequences:
                 self._requests.add(sequence)
                 self._loop.add(sequence)
-            return list(ids)
+            return list(dict.fromkeys(sequence.request_id for sequence in sequences))
 
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; returns whether there was anything.
@@ -445,8 +420,11 @@ class RolloutEngine:
         self._kernels.compile_for(sequences)
         if self._weights.take_over(weights_digest, withdrawals):
             self._blocks.reset()
-        self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)
+        self._loop = self._new_loop()
         self._requests.restart()
+
+    def _new_loop(self) -> StepLoop:
+        return StepLoop(self._runner, Scheduler(self._blocks, **self._limits), self._blocks)
 
     def _abandon(self) -> None:
         """Drop all that is unfinished, in whatever state it is; nothing of it is handed out."""

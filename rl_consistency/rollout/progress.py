@@ -57,10 +57,8 @@ CompileReport = Callable[[int, int], None]
 def compile_line(
     *, quiet: bool = False, console: Console | None = None, after: float = MOMENT
 ) -> Iterator[CompileReport]:
-    """A line on `console`, standard error by default, once kernels compile for `after` seconds.
-
-    A terminal shows how far it is, any other console a line at the beginning and one at the end.
-    """
+    """A line on `console`, standard error by default, once kernels compile for `after` seconds, and
+    one at the end. A terminal shows how far it is, too."""
     console = console or Console(stderr=True, quiet=quiet)
     started, shown = monotonic(), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -84,5 +82,5 @@ def compile_line(
         if bar.live.is_started:
             bar.stop()
     if shown:
-        seconds = monotonic() - started
-        console.print(f"rollout: {shown} kernels compiled in {seconds:.0f} s", style="dim")
+        text = f"rollout: {shown} kernels compiled in {monotonic() - started:.0f} s"
+        console.print(text, style="dim")

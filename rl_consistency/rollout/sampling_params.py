@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -88,9 +88,10 @@ class SamplingParams:
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
     """The value as an int, of whatever library; ValueError unless it is an integer, no less than
     `low` and no more than `high`."""
-    number = low - 1
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        number = operator.index(value)  # type: ignore[arg-type]
+    try:
+        number = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = low - 1
     if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
@@ -113,13 +114,9 @@ def _real(name: str, value: object) -> float:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    try:
-        token_ids = (-1,) if isinstance(value, (str, bytes)) else tuple(map(operator.index, value))
-    except TypeError:
-        token_ids = (-1,)
-    if min(token_ids, default=0) < 0:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"stop_token_ids must be a sequence of integers >= 0, got {value!r}")
-    return token_ids
+    return tuple(check_integer("each of stop_token_ids", token_id, 0) for token_id in value)
 
 
 def _strings(value: Any) -> tuple[str, ...]:

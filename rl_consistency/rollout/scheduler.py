@@ -11,7 +11,10 @@ known tokens. One whose prefix another is computing is set aside until that step
 blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
 values of all of them once admitted again.
 
-**Failure**: a sequence with a logprob that is not finite starts over; see `failures`.
+**Failure**: a logprob that is not finite may be owed to cache blocks that another computed, or to a
+wrong guess: in a block of keys a row that is not finite reaches rows before it, since 0 times NaN
+is NaN. So the blocks of a sequence that fails are not found again, and it starts over alone. If it
+fails again it is by its own tokens; another sample with these does not start over.
 
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
 draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
@@ -26,11 +29,10 @@ from heapq import heapify, heappop, heappush
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
-from rl_consistency.rollout.failures import Failures
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 
 _SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
-_UNTIDY = 64  # ended sequences tolerated in the queue
 
 SampledTokens = list[tuple[int, float, *tuple[int, ...]]]
 """Token id, logprob and, in a sparse model, routing at each position a chunk samples at: 1 +
@@ -131,16 +133,12 @@ class Scheduler:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._prefill_chunk_size = prefill_chunk_size or max_batch_tokens
-        # Entries of ended sequences stay in the heap until they come up.
         self._waiting: list[tuple[bool, int, int, RolloutSequence]] = []
         self._set_aside: dict[int, list[RolloutSequence]] = {}  # by the block they wait for
-        self._refused: RolloutSequence | None = None  # there was no room for it
-        self._refused_with = 0  # blocks free then, less those kept for others
         self._running: list[RolloutSequence] = []  # in order of admission
-        self._num_left = 0  # of these, ended since the list was last cleaned
-        self._failures = Failures()
+        self._hopeless: set[tuple[SamplingParams, tuple[int, ...]]] = set()
+        """Tokens that have failed by themselves."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._num_waiting = 0
         self._num_arrived = 0
         self.admitted: list[RolloutSequence] = []  # given a slot by the last `schedule`
         self.started: list[RolloutSequence] = []  # their first token was in the last `take_in`
@@ -148,7 +146,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return self._num_waiting > 0 or len(self._running) > self._num_left
+        return bool(self._waiting or self._running) or any(self._set_aside.values())
 
     @property
     def prefers_report(self) -> bool:
@@ -156,26 +154,21 @@ class Scheduler:
 
         Waiting for the report costs all a small part of a step; sitting out costs a whole step.
         """
-        num_running = len(self._running) - self._num_left
         sitting_out = sum(
             s.num_drafted > 0 or (s.num_pending > 0 and s.speculator.length(s.num_tokens + 1) > 0)
             for s in self._running
-            if s.speculator is not None and s.drafts and s.slot is not None
+            if s.speculator is not None and s.drafts
         )
-        return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
+        return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= len(self._running)
 
     def add(self, sequence: RolloutSequence) -> None:
-        """Queue a sequence that the whole cache can hold (`RequestFactory` checks that)."""
+        """Queue a sequence that the whole cache can hold (`Requests` checks that)."""
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
-        self._num_waiting += 1
         self._queue(sequence)
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks; none when all is finished, or waits for the step in flight."""
-        if self._num_left:
-            self._running = [s for s in self._running if s.slot is not None]
-            self._num_left = 0
         self.admitted = []
         num_preemptions = self.statistics.preemptions
         chunks, prefills, room = self._decode_chunks()
@@ -202,37 +195,30 @@ class Scheduler:
             # The one token of a decode is known, and can fill a block, only when it is reported.
             if chunk.length > 1 or not chunk.samples:
                 self._blocks.publish(sequence)
-                self._refused = None  # it may find more of itself in the cache
 
     def take_in(
         self, chunks: Sequence[ScheduledChunk], sampled_rows: Sequence[SampledTokens]
     ) -> list[RolloutSequence]:
         """Append what a launched step sampled for its chunks; returns the sequences that ended."""
         ended: list[RolloutSequence] = []
-        self.started = []
-        num_generated = num_discarded = 0
+        self.started, statistics = [], self.statistics
         for chunk, sampled in zip(chunks, sampled_rows, strict=True):
             sequence = chunk.sequence
             if sequence.num_void:
                 sequence.num_void -= 1
-                num_discarded += len(sampled)
+                statistics.discarded_rows += len(sampled)
                 continue
             sequence.num_pending -= 1
             if sequence.is_finished:  # before this step's tokens: it ran once too often
-                num_discarded += len(sampled)
+                statistics.discarded_rows += len(sampled)
                 continue
             known = len(sequence.token_ids)
-            if chunk.draft:
-                self._take_in_draft(chunk, sampled)
-            else:
-                sequence.append(*sampled[0])
+            self._append(chunk, sampled)
             num_tokens = len(sequence.token_ids)
-            num_generated += num_tokens - known
+            statistics.decode_tokens += num_tokens - known
             if sequence.error is not None:
                 self._blocks.distrust(sequence)
-                alone = not sequence.num_borrowed_blocks and not chunk.draft
-                params, token_ids = sequence.params, sequence.token_ids
-                if self._failures.may_pass_alone(params, token_ids, alone=alone):
+                if self._may_pass_alone(chunk):
                     self._start_over(sequence)
                     continue
             if known == sequence.num_prompt_tokens:
@@ -242,40 +228,44 @@ class Scheduler:
                 ended.append(sequence)
             elif num_tokens // self._blocks.block_size > sequence.num_published_blocks:
                 self._blocks.publish(sequence)
-        self.statistics.decode_tokens += num_generated
-        self.statistics.discarded_rows += num_discarded
         return ended
 
-    def _take_in_draft(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
+    def _append(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
         """Keep the first sampled token, and each further one whose guess before it was right."""
-        sequence, known = chunk.sequence, chunk.sequence.num_tokens
-        accepted = num_accepted(chunk.draft, [token_id for token_id, *_ in sampled])
+        sequence, draft, known = chunk.sequence, chunk.draft, chunk.sequence.num_tokens
+        accepted = num_accepted(draft, [token_id for token_id, *_ in sampled]) if draft else 0
         for row in sampled[: 1 + accepted]:
             sequence.append(*row)
             if sequence.is_finished:
                 break
+        if not draft or sequence.speculator is None:
+            return
         sequence.num_drafted = 0
         if sequence.slot is not None:  # else it was preempted: nothing is computed
             # The keys of the guesses kept, behind the last token known before, are computed too.
             sequence.num_computed_tokens += max(sequence.num_tokens - known - 1, 0)
-        if sequence.speculator is not None:
-            sequence.speculator.observe(sequence.num_tokens, len(chunk.draft), accepted)
-        self.statistics.drafted_tokens += len(chunk.draft)
+        sequence.speculator.observe(sequence.num_tokens, len(draft), accepted)
+        self.statistics.drafted_tokens += len(draft)
         self.statistics.accepted_tokens += accepted
 
     def finish(self, sequence: RolloutSequence) -> None:
         """Retire a sequence that ended, wherever it is, and take its blocks back at once."""
         if sequence.slot is None:
-            self._num_waiting -= 1
-            # Ended sequences leave the queue before they are most of it.
-            if len(self._waiting) > 2 * self._num_waiting + _UNTIDY:
-                self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
-                heapify(self._waiting)
+            self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]
+            heapify(self._waiting)
+            for others in self._set_aside.values():
+                others[:] = [other for other in others if other is not sequence]
             return
         if sequence.error is None:
             self._blocks.publish(sequence)
         self._unseat(sequence)
-        self._num_left += 1
+
+    def _may_pass_alone(self, chunk: ScheduledChunk) -> bool:
+        """Whether the sequence of a chunk that failed may be computed without others' help."""
+        failed = chunk.sequence.params, tuple(chunk.sequence.token_ids)
+        if not chunk.sequence.num_borrowed_blocks and not chunk.draft:
+            self._hopeless.add(failed)
+        return failed not in self._hopeless
 
     def _start_over(self, sequence: RolloutSequence) -> None:
         """Queue a sequence that failed, its tokens kept, to compute them from blocks of its own."""
@@ -283,17 +273,19 @@ class Scheduler:
         self.statistics.started_over += 1
         sequence.alone = True
         sequence.num_void, sequence.num_pending, sequence.num_drafted = sequence.num_pending, 0, 0
-        if sequence.slot is None:
-            return  # it was preempted meanwhile, and waits
+        if sequence.slot is not None:  # else it was preempted meanwhile, and waits
+            self._send_back(sequence)
+
+    def _send_back(self, sequence: RolloutSequence) -> None:
+        """Queue a running sequence before all others."""
         self._unseat(sequence)
-        self._num_left += 1
         sequence.preempted = True
-        self._num_waiting += 1
         self._queue(sequence)
 
     def _unseat(self, sequence: RolloutSequence) -> None:
         """Take a running sequence's blocks and slot; none of its tokens counts as computed."""
         assert sequence.slot is not None
+        self._running.remove(sequence)
         self._blocks.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
@@ -343,17 +335,14 @@ class Scheduler:
         """Get a place for the sequence's last token: while blocks are missing, the sequence
         admitted last is preempted. False if that was the sequence itself."""
         while not self._blocks.grow(sequence):
-            youngest = self._running.pop()
+            youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: RolloutSequence) -> None:
-        self._unseat(sequence)
-        sequence.preempted = True
-        self._num_waiting += 1
-        self._queue(sequence)
+        self._send_back(sequence)
         self.statistics.preemptions += 1
 
     def _prefill_chunk(self, sequence: RolloutSequence, room: int) -> ScheduledChunk:
@@ -375,24 +364,15 @@ class Scheduler:
         seats = self._max_batch_tokens - len(self._running)
         while self._waiting and room > 0 and self._free_slots and len(chunks) < seats:
             sequence = self._waiting[0][-1]
-            if sequence.is_finished:
-                heappop(self._waiting)
-                continue
-            # Those running can then still grow by a block each before one has to be preempted.
-            spare = len(self._running)
-            available = self._blocks.num_free_blocks - spare
-            if sequence is self._refused and available <= self._refused_with:
-                break  # nothing was given back since
             match = self._blocks.match_prefix(sequence)
             if match.awaited_block is not None:
                 heappop(self._waiting)
                 self._set_aside.setdefault(match.awaited_block, []).append(sequence)
                 continue
-            if not self._blocks.allocate(sequence, match, spare=spare):
-                self._refused, self._refused_with = sequence, available
+            # Those running can then still grow by a block each before one has to be preempted.
+            if not self._blocks.allocate(sequence, match, spare=len(self._running)):
                 break
             heappop(self._waiting)
-            self._num_waiting -= 1
             sequence.num_computed_tokens = len(match.block_ids) * self._blocks.block_size
             self.statistics.prefix_hit_tokens += sequence.num_computed_tokens
             sequence.slot = self._free_slots.pop()

@@ -15,7 +15,7 @@ from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.patch import PatchSession, patched_session
-from rl_consistency.models.whole_weights import whole_weights
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current
@@ -37,17 +37,15 @@ def model_digest(model: Any) -> str:
 
 
 def _weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that a forward pass reads, by name. Rotary frequencies are none:
-    the patched forward has them from the config."""
+    """Parameters, and the buffers that a forward pass reads: it has rotary frequencies from the
+    config."""
     yield from policy.named_parameters()
     yield from (named for named in policy.named_buffers() if not named[0].endswith("inv_freq"))
 
 
 def forward_path(model: Any) -> tuple[PatchSession, ForwardState]:
-    """What a patched model's forward pass runs, without the values of its weights.
-
-    Errors are those of `PatchSession.check`.
-    """
+    """What a patched model's forward pass runs, without the values of its weights; errors are those
+    of `PatchSession.check`."""
     session = patched_session(model)
     return session, session.check()
 
@@ -102,23 +100,17 @@ class WeightsWatch:
         before, self._held = self._held, None
         path = forward_path(self._model)
         self._tensors = [tensor for _, tensor in _weights(self._model)]
-        self._versions = self._look()
-        self._num_steps = 0
+        self._versions, self._num_steps = self._look(), 0
         held = _Origin(model_digest(self._model), current(), path, withdrawals)
-        self.compare(given, held)
+        _compare(given, held.digest)
         self._held = held
         # What a hook reads may have changed, and leaves no trace here.
         return held != before or path[1].hooked
 
-    def compare(self, given: str | None, held: _Origin | None = None) -> None:
+    def compare(self, given: str | None) -> None:
         """ConsistencyError if a given digest is not that of the weights in use."""
-        held = held or self._held
-        assert held is not None
-        if given is not None and given != held.digest:
-            raise ConsistencyError(
-                f"the weights were handed over with digest {given} and the engine reads weights of "
-                f"digest {held.digest}: they were changed since, or are not the trainer's"
-            )
+        assert self._held is not None
+        _compare(given, self._held.digest)
 
     def after_step(self, *, ends_samples: bool) -> None:
         """A cheap look at the ops; every few steps, and where samples end, at the parameters too.
@@ -128,11 +120,11 @@ class WeightsWatch:
         """
         assert self._held is not None
         verify_settings()
-        if (now := current()) != self._held.strictness:
-            before = _stock_ops(self._held.strictness)
+        if (now := current()) != (before := self._held.strictness):
+            ops = [", ".join(sorted(strictness.stock)) or "none" for strictness in (before, now)]
             raise ConsistencyError(
-                f"ops on their stock path were changed during generation, from {before} to "
-                f"{_stock_ops(now)}; keep the `strict` choice that the rollout began with"
+                f"ops on their stock path were changed during generation, from {ops[0]} to {ops[1]}"
+                "; keep the `strict` choice that the rollout began with"
             )
         self._num_steps += 1
         is_due = ends_samples or self._num_steps % _LOOK_EVERY == 0
@@ -158,8 +150,12 @@ class WeightsWatch:
         return [x for tensor in self._tensors for x in (tensor.data_ptr(), tensor._version)]
 
 
-def _stock_ops(strictness: Strictness) -> str:
-    return ", ".join(sorted(strictness.stock)) or "none"
+def _compare(given: str | None, digest: str) -> None:
+    if given is not None and given != digest:
+        raise ConsistencyError(
+            f"the weights were handed over with digest {given} and the engine reads weights of "
+            f"digest {digest}: they were changed since, or are not the trainer's"
+        )
 
 
 def _fail(what: str) -> None:

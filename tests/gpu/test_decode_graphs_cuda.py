@@ -117,8 +117,8 @@ def test_the_comparison_notices_a_shifted_position(captured, texts, monkeypatch)
     """Negative control."""
     stage = DecodeCall.stage
 
-    def shifted(call, chunks, slots, runs=()):
-        buffer = stage(call, chunks, slots)
+    def shifted(call, *numbers):
+        buffer = stage(call, *numbers)
         call._fields.tensors(buffer)["positions"].add_(1)
         return buffer
 

@@ -6,8 +6,9 @@ import torch
 from rl_consistency.models.forward import paged_hidden_states
 from rl_consistency.models.graph_cache import borrowed, bucket_of
 from rl_consistency.models.patch import patch
+from rl_consistency.rollout.device.calls import RaggedCall
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall, RaggedCall
+from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
@@ -130,21 +131,13 @@ def test_hidden_states_of_some_rows_are_those_among_all(model, captured):
     torch.manual_seed(0)
     device = captured.device
     ids, positions = torch.randint(331, (69,), device=device), torch.arange(69, device=device)
-    paged = captured._paged(call_of(captured, sequences[2], 69), positions)
+    call = RaggedCall.of([ScheduledChunk(sequences[2], 0, 69, True)], captured._state)
+    paged = call.paged(captured._cache, positions)
     everything = paged_hidden_states(model, ids, positions, paged)
     for rows in ([68], [0, 5, 5, 68], list(range(69)), []):
         some = torch.tensor(rows, dtype=torch.int64, device=device)
         found = paged_hidden_states(model, ids, positions, paged, some)
         assert found.equal(everything[some])
-
-
-def call_of(runner, sequence, length):
-    """A call of one sequence that is computed from its start; its numbers are all that is read."""
-    blocks = sequence.block_table[: -(-length // 16)]
-    return RaggedCall(
-        arrays={}, starts=[0], lens=[length], context_lens=[length], block_tables=[blocks],
-        counts=torch.zeros(0).numpy(),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])

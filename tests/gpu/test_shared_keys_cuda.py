@@ -8,7 +8,7 @@ import torch
 from rl_consistency.kernels.attention.layout import SharedRun
 from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.device import shared_prefixes
+from rl_consistency.rollout.device import device_state
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import Recalling
@@ -98,11 +98,11 @@ def test_graphs_of_groups_are_captured_ahead_of_time(model, expected):
 
 def test_a_block_too_many_is_noticed(model, expected, monkeypatch):
     """Negative control."""
-    arranged = shared_prefixes.arranged
+    arranged = device_state.arranged
 
     def too_long(*given):
         found = arranged(*given)
         return found and (found[0], [SharedRun(r.first, r.count, r.keys + 128) for r in found[1]])
 
-    monkeypatch.setattr(shared_prefixes, "arranged", too_long)
+    monkeypatch.setattr(device_state, "arranged", too_long)
     assert as_bytes(engine_of(model).generate(PROMPTS, SAMPLING)) != expected

@@ -8,7 +8,7 @@ from rl_consistency import parity
 from rl_consistency.integrations import rollout_drift
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled
-from rl_consistency.models.scoring.label_logprobs import LabelLogprobs
+from rl_consistency.models.scoring.token_logprobs import LabelLogprobs
 
 
 @pytest.fixture

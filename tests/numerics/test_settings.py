@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -80,7 +78,7 @@ def test_a_setting_that_torch_cannot_read_is_named(monkeypatch):
     def mixed():
         raise RuntimeError("PyTorch is checking whether allow_tf32 is set by the old and new API")
 
-    first = replace(SETTINGS[0], read=mixed)
+    first = SETTINGS[0]._replace(read=mixed)
     monkeypatch.setattr(settings, "SETTINGS", (first, *SETTINGS[1:]))
     for run in (settings.verify_settings, lambda: settings.numeric_settings().__enter__()):
         with pytest.raises(ConsistencyError, match="float32_matmul_precision cannot be read"):

@@ -216,7 +216,7 @@ class PreemptingScheduler(Scheduler):
         # Here and not before `schedule`: the step that preempts does not admit.
         self._num_steps += 1
         if self._num_steps in self._preempts_in and len(self._running) > 1:
-            self._preempt(self._running.pop())
+            self._preempt(self._running[-1])
         return super()._decode_chunks()
 
 

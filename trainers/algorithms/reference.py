@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
-from rl_consistency.models.whole_weights import whole_weights
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.trainers.run_directory.checkpoint import load_frozen, save_weights
 
 

@@ -151,7 +151,7 @@ def scored_rows(batch: PackedBatch, scored: list[Tensor]) -> ScoredRows:
 
 
 def sampling_rows(
-    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], rows: ScoredRows
+    sampling: Sampling | Sequence[Sampling] | None, sequences: int, rows: ScoredRows
 ) -> SamplingRows:
     """Sampling parameters of each row, from those of all sequences or of each; None: plain ones.
 
@@ -162,8 +162,8 @@ def sampling_rows(
         return SamplingRows.uniform(len(rows.owners), device=device)
     if not isinstance(sampling, Sequence):
         return _uniform_rows(sampling, len(rows.owners), device)
-    if len(sampling) != len(lens):
-        raise ValueError(f"{len(sampling)} sampling parameters for {len(lens)} sequences.")
+    if len(sampling) != sequences:
+        raise ValueError(f"{len(sampling)} sampling parameters for {sequences} sequences.")
     per_sequence = SamplingRows.concatenate([_uniform_rows(s, 1, device) for s in sampling])
     return per_sequence.select(from_host(np.asarray(rows.owners), device))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models.forward import cache_sizes, check_forward, paged_hidden_states
@@ -63,17 +63,16 @@ class SharedPrompts:
 
     def rows_of(self, starts: Sequence[int], sequence: int) -> np.ndarray:
         """Row of each token of a sequence, where the parts' rows begin at `starts`."""
-        part = self.own[sequence]
-        rows = np.arange(len(self.parts[part])) + starts[part]
-        before = self.before[part]
-        if before is None:
-            return rows
-        return np.concatenate([np.arange(len(self.parts[before])) + starts[before], rows])
+        own = self.own[sequence]
+        parts = [part for part in (self.before[own], own) if part is not None]
+        return np.concatenate([np.arange(len(self.parts[i])) + starts[i] for i in parts])
 
 
 @torch.no_grad()
-def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Sequence[int]]:
-    """(hidden states [R, H] of the parts' rows, where each part's rows begin).
+def shared_hidden_states(
+    model: Any, shared: SharedPrompts, whole: PackedBatch
+) -> tuple[Tensor, Tensor]:
+    """(hidden states of the parts' rows, which of them each row of the `whole` sequences has).
 
     The keys and values of one layer at a time lie in a cache of R rows: each part starts on a block
     of it, so the blocks of a sequence are those of its parts.
@@ -108,5 +107,9 @@ def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Seq
         block_size=ROW_ALIGNMENT,
     )
     positions = batch.position_ids + from_host(spans, model.device)
-    assert isinstance(model, nn.Module)
-    return paged_hidden_states(model, batch.input_ids, positions, paged), starts
+    hidden = paged_hidden_states(model, batch.input_ids, positions, paged)
+    places = np.zeros(len(whole.input_ids), dtype=np.int64)  # filler has any row
+    spans_of = zip(whole.layout.query_starts, whole.layout.query_lens, strict=True)
+    for i, (start, n) in enumerate(spans_of):
+        places[start : start + n] = shared.rows_of(starts, i)
+    return hidden, from_host(places, model.device)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.decoder import guarded_backward
+from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.moe.balance import sequence_balance
 from rl_consistency.models.moe.routing import recorded_routing
-from rl_consistency.models.packing import PackedBatch, from_host
+from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.scoring.scored_rows import (
     Sampling,
+    ScoredRows,
     packed,
     row_scores,
     sampling_rows,
@@ -50,6 +52,25 @@ class TokenLogprobs:
     def split(self) -> list[Tensor]:
         """Logprobs of each sequence."""
         return list(self.logprobs.split(self.lengths))
+
+
+@dataclass(frozen=True, eq=False)
+class LabelLogprobs:
+    """Scores at the labels of a padded batch: column j holds that of token j + 1, all [B, L-1].
+
+    Labels [[-100, 5, 6]] of tokens [[4, 5, 6]] give two scores.
+    """
+
+    logprobs: Tensor
+    """fp32, differentiable, zeros where the mask is False."""
+    entropy: Tensor
+    """fp32, entropy of the distribution each label is drawn from; zeros where the mask is False."""
+    mask: Tensor
+    """bool, where a label was scored."""
+    most_likely: Tensor | None
+    """bool, where the label has the largest logit (the lowest id of several); None: not asked."""
+    routing: Tensor | None = None
+    """int64, `expert_fingerprints` of the rows that give the scores; None in a dense model."""
 
 
 @torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
@@ -97,34 +118,14 @@ def token_logprobs(
             f"{context} (max_position_embeddings); shorten it."
         )
     scored = scored_tokens(sequences, lens, prompt_lengths, loss_mask, attention_mask)
-    shared = None
-    if share_prompts and not balance:
-        shared = _shared(policy, sequences, prompt_lengths)
-    if shared is None:
-        run = partial(_score, policy, batch, lens, scored, sampling, balance)
-    else:
-        run = partial(_score_shared, policy, shared, batch, lens, scored, sampling)
+    sharing = share_prompts and not balance
+    shared = _shared(policy, sequences, prompt_lengths) if sharing else None
+
+    def run() -> tuple[Tensor, ...]:
+        return _scores(policy, batch, scored, sampling, shared, balance)[2]
+
     logprobs, entropy, *routing = through(model, policy, run)
     return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored], *routing)
-
-
-def _score(
-    policy: nn.Module,
-    batch: PackedBatch,
-    lens: list[int],
-    scored: list[Tensor],
-    sampling: Sampling | Sequence[Sampling] | None,
-    balance: bool,
-) -> tuple[Tensor, ...]:
-    with recorded_routing(logits=balance) as record:
-        hidden, rows = scored_hidden_states(policy, batch, scored)
-    found = record.fingerprints(rows.index[rows.kept])
-    if balance:
-        # Routers' logits leave the decoder beside its hidden states, whose guard they do not meet.
-        passes, forward = record.forward or (None, None)
-        balances = sequence_balance(record, batch.layout)
-        found = *found, guarded_backward(balances, passes, forward)
-    return *row_scores(policy, hidden, rows, sampling_rows(sampling, lens, rows)), *found
 
 
 def _shared(
@@ -143,21 +144,81 @@ def _shared(
     return SharedPrompts.of(sequences, prompt_lengths)
 
 
-def _score_shared(
+def _scores(
     policy: nn.Module,
-    shared: SharedPrompts,
     batch: PackedBatch,
-    lens: list[int],
     scored: list[Tensor],
     sampling: Sampling | Sequence[Sampling] | None,
-) -> tuple[Tensor, ...]:
-    with recorded_routing() as record:
-        hidden, starts = shared_hidden_states(policy, shared)
-    rows = scored_rows(batch, scored)
-    # Where the rows of the whole sequences lie among those of the parts; filler has any row.
-    places = np.zeros(len(batch.input_ids), dtype=np.int64)
-    for i, (start, n) in enumerate(zip(batch.layout.query_starts, lens, strict=True)):
-        places[start : start + n] = shared.rows_of(starts, i)
-    index = from_host(places, hidden.device)[rows.index]
-    scores = row_scores(policy, hidden[index], rows, sampling_rows(sampling, lens, rows))
-    return *scores, *record.fingerprints(index[rows.kept])
+    shared: SharedPrompts | None = None,
+    balance: bool = False,
+) -> tuple[Tensor, ScoredRows, tuple[Tensor, ...]]:
+    """Hidden states and rows of the scored tokens, and their logprobs and entropies; behind these
+    what a sparse model was routed to, and its load-balancing loss where that is asked for."""
+    with recorded_routing(logits=balance) as record:
+        if shared is None:
+            hidden, rows = scored_hidden_states(policy, batch, scored)
+            index = rows.index
+        else:
+            found, places = shared_hidden_states(policy, shared, batch)
+            rows = scored_rows(batch, scored)
+            index = places[rows.index]
+            hidden = found[index]
+    more = record.fingerprints(index[rows.kept])
+    if balance:
+        # Routers' logits leave the decoder beside its hidden states, whose guard they do not meet.
+        passes, forward = record.forward or (None, None)
+        more = *more, guarded_backward(sequence_balance(record, batch.layout), passes, forward)
+    parameters = sampling_rows(sampling, len(scored), rows)
+    return hidden, rows, (*row_scores(policy, hidden, rows, parameters), *more)
+
+
+def label_logprobs(
+    policy: nn.Module,
+    batch: PaddedBatch,
+    input_ids: Tensor,
+    labels: Tensor,
+    sampling: Sampling | None = None,
+    *,
+    most_likely: bool = False,
+) -> LabelLogprobs:
+    """`token_logprobs` of a trainer's labels, from inside the policy's own forward pass.
+
+    Args:
+        policy: patched causal LM; wrappers around it have been passed.
+        batch: `packed_inputs` of the call.
+        input_ids: [B, L].
+        labels: [B, L], the token itself where it is scored and -100 elsewhere. The first token of
+            a sequence is never scored. Without any label the result is a differentiable zero.
+        sampling: what the tokens were sampled with; None is temperature 1 without truncation.
+        most_likely: tell whether each label has the largest logit.
+
+    ValueError if a label is another token. Sequences of one token each give zeros too.
+    """
+    lens = list(batch.packed.layout.query_lens)
+    wanted = labels[batch.mask] != -100
+    wanted[from_host(np.cumsum([0, *lens[:-1]]), wanted.device)] = False
+    if bool((labels != input_ids)[batch.mask][wanted].any()):
+        raise ValueError("labels differ from input_ids; give the tokens themselves, or -100.")
+    mask = torch.zeros_like(batch.mask).masked_scatter(batch.mask, wanted)[:, 1:]
+    scored = list(wanted.cpu().split(lens))
+    if max(lens) == 1:  # there is no row to score
+        with recorded_routing() as record:
+            hidden = packed_hidden_states(policy, batch.packed)
+        zeros = hidden.float().sum() * 0.0 + torch.zeros(mask.shape, device=mask.device)
+        routing = torch.zeros_like(mask, dtype=torch.int64) if record.layers else None
+        hits = torch.zeros_like(mask) if most_likely else None
+        return LabelLogprobs(zeros, zeros, mask, hits, routing)
+    if not any(map(torch.any, scored)):
+        longest = lens.index(max(lens))
+        scored[longest] = torch.arange(lens[longest]) == 1  # for the graph; the mask drops it
+    hidden, rows, parts = _scores(policy, batch.packed, scored, sampling)
+    logprobs, entropy, *routing = (
+        part.new_zeros(mask.shape).masked_scatter(mask, part) for part in parts
+    )
+    hits = None
+    if most_likely:
+        greedy = SamplingRows.uniform(len(rows.owners), temperature=0.0, device=hidden.device)
+        with torch.no_grad():
+            best, _ = row_scores(policy, hidden.detach(), rows, greedy)
+        hits = torch.zeros_like(mask).masked_scatter(mask, best == 0)
+    return LabelLogprobs(logprobs, entropy, mask, hits, *routing)

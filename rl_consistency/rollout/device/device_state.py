@@ -15,19 +15,22 @@ from torch import Tensor
 
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.rollout.device.random_stream import KEY_WORDS, stream_keys
-from rl_consistency.rollout.device.shared_prefixes import Arrangement, SharedPrefixes
+from rl_consistency.rollout.device.shared_prefixes import Arrangement, arranged
 from rl_consistency.rollout.sequence import RolloutSequence
 
 ALIGNMENT = 64  # bytes an array starts on: the same alignment in every buffer
 
+Fields = dict[str, tuple[DTypeLike, tuple[int, ...]]]
+"""Arrays by name: int64, int32 or float32, and the shape."""
+
 
 class StagedFields:
-    """Where arrays lie in a buffer of bytes; fields: name -> (int64, int32 or float32; shape).
+    """Where arrays lie in a buffer of bytes.
 
     StagedFields({"slots": (np.int64, (3,)), "lens": (np.int32, (3,))}).nbytes == 128
     """
 
-    def __init__(self, fields: Mapping[str, tuple[DTypeLike, tuple[int, ...]]]) -> None:
+    def __init__(self, fields: Fields) -> None:
         self._places: dict[str, tuple[int, int, np.dtype[Any], tuple[int, ...]]] = {}
         self.nbytes = 0
         for name, (kind, shape) in fields.items():
@@ -43,11 +46,10 @@ class StagedFields:
         """
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         memory = buffer.numpy()
-        arrays = {
+        return buffer, {
             name: memory[begin:end].view(dtype).reshape(shape)
             for name, (begin, end, dtype, shape) in self._places.items()
         }
-        return buffer, arrays
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """The arrays as tensors, views of a buffer [nbytes] uint8 on any device."""
@@ -101,7 +103,7 @@ class DeviceState:
         self._truncates = np.zeros(rows, dtype=np.bool_)
         self._stale: dict[int, None] = {}  # slots to copy, in order
         self._num_admitted = 0
-        self._shared = SharedPrefixes(block_size)
+        self._arranged: dict[int, tuple[tuple[bytes, int], Arrangement | None]] = {}  # by width
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.block_tables = torch.from_numpy(self._tables).to(device, copy=True)
         self._device_words = torch.from_numpy(self._words).to(device, copy=True)
@@ -132,8 +134,15 @@ class DeviceState:
     ) -> Arrangement | None:
         """How the sequences in slots [n], with pasts [n], share keys in a call of `width` tokens
         each; None where they share too few. Tables hold all pasts: `admit` and `cover` enter them.
+
+        Blocks are shared from the admission on: an arrangement holds while the same ones decode.
         """
-        return self._shared.of(width, slots, pasts, self._tables, self._num_admitted)
+        key = slots.tobytes(), self._num_admitted
+        kept = self._arranged.get(width)
+        if kept is None or kept[0] != key:
+            kept = key, arranged(self._tables[slots], pasts, self._block_size)
+            self._arranged[width] = kept
+        return kept[1]
 
     def truncates(self, slots: NDArray[np.int64]) -> bool:
         return bool(self._truncates[slots].any())

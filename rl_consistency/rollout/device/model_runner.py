@@ -7,18 +7,16 @@ behind it. The token that the step before samples is read on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.attention.layout import (
-    CapturedPagedAttention,
-    PagedAttention,
-    SharedRun,
-)
+from rl_consistency.kernels.attention.layout import PagedAttention, SharedRun
 from rl_consistency.models.forward import (
     attend_to_anything,
     layer_parameters,
@@ -32,15 +30,10 @@ from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.block_manager import KVCache
-from rl_consistency.rollout.device.decode_graphs import DecodeCall, DecodeGraphs, width_for
+from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, most_new_blocks, width_for
 from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
-from rl_consistency.rollout.device.ragged_graphs import (
-    PaddedCall,
-    RaggedCall,
-    RaggedGraphs,
-    RaggedShape,
-    most_rows,
-)
+from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.drafter import MAX_DRAFT
@@ -53,50 +46,47 @@ RAGGED = 0  # in place of a width: chunks that run without a graph
 
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
 
-_Path = tuple[PatchSession, ForwardState]
-
-
-SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
+SampledRows = tuple[Tensor, Sequence[int], NDArray[np.int64], NDArray[np.int64]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
-logprobs, in a sparse model [4, rows] with the two halves of their routing; and where each chunk's
-rows are: (index in the step, first row, number of rows)."""
+logprobs, in a sparse model [4, rows] with the two halves of their routing. And of each chunk: its
+index in the step, its first row, and its number of rows."""
 
 
+class _ReadByGraphs(NamedTuple):
+    """What graphs depend on: where the tensors lie that they read, and what was captured."""
+
+    addresses: list[int]
+    path: tuple[PatchSession, ForwardState]
+    withdrawals: int
+
+
+@dataclass(frozen=True, eq=False)
 class PendingStep:
-    """A step that has been queued; `chunks` are those that sample, in the order of the launch.
-    `replayed_prefill`: whether chunks of several tokens ran through graphs."""
+    """A step that has been queued."""
 
-    def __init__(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        calls: list[SampledRows],
-        done: torch.cuda.Event | None,
-        *,
-        replayed_prefill: bool = False,
-    ) -> None:
-        self.chunks = [chunk for chunk in chunks if chunk.samples]
-        self._sampling = [chunk.samples for chunk in chunks]
-        self._calls = calls
-        self._done = done
-        self.replayed_prefill = replayed_prefill
+    chunks: list[ScheduledChunk]  # those that sample, in the order of the launch
+    calls: list[SampledRows]
+    done: torch.cuda.Event | None
+    replayed_prefill: bool
+    """Whether chunks of several tokens ran through graphs."""
 
     def wait(self) -> list[SampledTokens]:
         """Wait for this step alone; returns what each of `chunks` sampled.
 
         A logprob is NaN where the row's logits are.
         """
-        if self._done is not None:
-            self._done.synchronize()
-        sampled: list[SampledTokens] = [[] for _ in self._sampling]
-        for values, spans in self._calls:
+        if self.done is not None:
+            self.done.synchronize()
+        sampled: dict[int, SampledTokens] = {}
+        for values, indices, firsts, counts in self.calls:
             columns = [values[0], values[1].view(torch.float32)]
             if len(values) > 2:
                 halves = torch.stack((values[2], values[3]), dim=1)
                 columns.append(halves.view(torch.int64).flatten())
             rows = list(zip(*(column.tolist() for column in columns), strict=True))
-            for index, first, count in spans:
-                sampled[index] = rows[first : first + count]
-        return list(itertools.compress(sampled, self._sampling))
+            spans = zip(indices, firsts.tolist(), counts.tolist(), strict=True)
+            sampled |= {index: rows[first : first + count] for index, first, count in spans}
+        return [sampled[index] for index in sorted(sampled)]
 
 
 class ModelRunner:
@@ -112,14 +102,14 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._cache = KVCache.allocate(model, max_num_seqs=max_num_seqs, **size)
-        block_size, self.device = self._cache.block_size, self._cache.keys[0].device
+        self.block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
-        self.block_size = block_size
-        self.capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
+        most_tokens = self.num_blocks * self.block_size
+        self.capacity = min(model.config.max_position_embeddings, most_tokens)
         self._state = DeviceState(
             max_num_seqs,
-            width=-(-self.capacity // block_size),
-            block_size=block_size,
+            width=-(-self.capacity // self.block_size),
+            block_size=self.block_size,
             dummy_block=self.num_blocks,
             device=self.device,
         )
@@ -128,14 +118,14 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs | None = None
         self.ragged_graphs: RaggedGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
-            of_all = self._state, self._cache
-            self.decode_graphs = DecodeGraphs(
-                *of_all, self._decode, capacity=self.capacity, prepare=self.prepare
-            )
             most = most_rows(layer_parameters(model))
-            self.ragged_graphs = RaggedGraphs(
-                *of_all, self._forward, most=most, prepare=self.prepare
-            )
+            self.decode_graphs = DecodeGraphs(*self.parts, capacity=self.capacity)
+            self.ragged_graphs = RaggedGraphs(*self.parts, most=most)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What `CallGraphs` are made of."""
+        return self._state, self._cache, self._compute, self.prepare
 
     def prepare(self) -> object:
         """Make the angles of all positions, which last: graphs read them by address."""
@@ -165,12 +155,12 @@ class ModelRunner:
     @property
     def hooked(self) -> bool:
         """Whether modules had hooks at the last `begin`."""
-        return self._captured_from[1][1].hooked
+        return self._captured_from.path[1].hooked
 
-    def _read_by_graphs(self, withdrawals: int) -> tuple[list[int], _Path, int]:
-        """What graphs depend on: where the tensors lie that they read, and what was captured."""
+    def _read_by_graphs(self, withdrawals: int) -> _ReadByGraphs:
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), withdrawals
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return _ReadByGraphs(addresses, forward_path(self._model), withdrawals)
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""
@@ -180,14 +170,13 @@ class ModelRunner:
 
     def run_padding(self, shape: RaggedShape, truncates: bool) -> None:
         """Run a call op by op that touches no sequence."""
-        call = RaggedCall.padding(shape, self._state, self._cache.block_size)
-        self._run(call, list(range(shape.sampled)), truncates=truncates)
+        self._run(RaggedCall.padding(shape, self._state, self.block_size), truncates)
 
     def attend_padding(self, shape: RaggedShape) -> None:
         """Run the attention of such a call alone, once for each window of the layers."""
-        call = RaggedCall.padding(shape, self._state, self._cache.block_size)
+        call = RaggedCall.padding(shape, self._state, self.block_size)
         places = torch.from_numpy(call.arrays["places"]).to(self.device)
-        attend_to_anything(self._model, self._paged(call, places))
+        attend_to_anything(self._model, call.paged(self._cache, places))
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
@@ -209,17 +198,18 @@ class ModelRunner:
         others = groups.pop(RAGGED, {})
         # All calls are staged before any runs: one copy brings the device's tables up to date.
         staged = [self._stage(width, group) for width, group in groups.items()]
-        ragged = None
-        if others:
-            ragged = RaggedCall.of(list(others.values()), self._state, self._cache.block_size)
+        ragged = RaggedCall.of(list(others.values()), self._state) if others else None
         self._state.flush()
-        calls, captured = [self._replay(*call) for call in staged], None
+        calls, captured = [replay() for replay in staged], None
         if ragged is not None:
             truncates = self._state.truncates(ragged.arrays["row_slots"])
-            sampling = [index for index, chunk in others.items() if chunk.samples]
             captured = self._captured(ragged, truncates)
-            calls.append(self._run(ragged, sampling, captured, truncates=truncates))
-        return PendingStep(chunks, calls, self._mark(), replayed_prefill=captured is not None)
+            values = self._run(ragged, truncates, captured)
+            if sampling := [index for index, chunk in others.items() if chunk.samples]:
+                firsts = np.cumsum(ragged.counts) - ragged.counts
+                calls.append((to_host(values), sampling, firsts, ragged.counts))
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        return PendingStep(sampling, calls, self._mark(), captured is not None)
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
@@ -240,59 +230,38 @@ class ModelRunner:
             groups[width][index] = chunks[index]
         return groups
 
-    def _stage(self, width: int, group: _Group) -> tuple[Captured[DecodeCall], Tensor, _Group]:
-        """A decode group's captured call, the host buffer with its numbers, and the group in the
-        order of its rows: sequences that share keys are neighbours."""
-        assert self.decode_graphs is not None
+    def _stage(self, width: int, group: _Group) -> Callable[[], SampledRows]:
+        """Fills a host buffer for the group's call, in which sequences that share keys are
+        neighbours; the function returned queues its replay."""
+        graphs, state, indices = self.decode_graphs, self._state, list(group)
+        assert graphs is not None
         slots = np.array([chunk.sequence.slot for chunk in group.values()], dtype=np.int64)
         runs: Sequence[SharedRun] = ()
-        if self.decode_graphs.share_keys:
+        if graphs.share_keys:
             pasts = np.array([chunk.start for chunk in group.values()], dtype=np.int64)
-            arrangement = self._state.arrangement(slots, pasts, width=width)
+            arrangement = state.arrangement(slots, pasts, width=width)
             if arrangement is not None:
                 order, runs = arrangement
-                items = list(group.items())
-                group, slots = dict([items[i] for i in order]), slots[order]
-        chunks = list(group.values())
-        shape = self.decode_graphs.shape_for(
-            len(slots),
+                indices = [indices[i] for i in order]
+        chunks = [group[index] for index in indices]
+        call = RaggedCall.of(chunks, state, most=most_new_blocks(width, self.block_size))
+        shape = graphs.shape_for(
+            len(chunks),
             width,
-            truncates=self._state.truncates(slots),
-            longest=max([chunk.end for chunk in chunks]),
+            truncates=state.truncates(slots),
+            longest=int(call.contexts.max()),
             shared=len(runs) > 0,
         )
-        captured = self.decode_graphs.captured(shape)
-        return captured, captured.call.stage(chunks, slots, runs), group
+        captured = graphs.captured(shape)
+        buffer = captured.call.stage(call, runs)
 
-    def _replay(self, captured: Captured[DecodeCall], staged: Tensor, group: _Group) -> SampledRows:
-        captured.call.load(staged)
-        captured.replay()
-        width = captured.call.shape.width
-        firsts = range(0, len(group) * width, width)
-        counts = [1 + len(chunk.draft) for chunk in group.values()]
-        return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
+        def replay() -> SampledRows:
+            captured.call.load(buffer)
+            captured.replay()
+            firsts = np.arange(len(chunks)) * width
+            return to_host(captured.call.values), indices, firsts, call.counts
 
-    def _run(
-        self,
-        call: RaggedCall,
-        indices: list[int],
-        captured: Captured[PaddedCall] | None = None,
-        *,
-        truncates: bool,
-    ) -> SampledRows:
-        """A call of chunks of any lengths, by graphs if given; `indices` of those that sample."""
-        if captured is None:
-            values = self._run_ops(call, truncates)
-        else:
-            places = captured.call.places
-            captured.call.load(call)
-            captured.call.clear(len(call.arrays["token_ids"]))
-            captured.replay(self._paged(call, places))
-            values = captured.call.values
-        if not len(call.counts):
-            return torch.empty(2, 0, dtype=torch.int32), []
-        firsts = (np.cumsum(call.counts) - call.counts).tolist()
-        return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
+        return replay
 
     def _captured(self, call: RaggedCall, truncates: bool) -> Captured[PaddedCall] | None:
         """The graphs for a call; None where it runs op by op."""
@@ -301,75 +270,42 @@ class ModelRunner:
             return None
         return graphs.captured(call, truncates=truncates)
 
-    def _run_ops(self, call: RaggedCall, truncates: bool) -> Tensor:
-        """A call op by op; the values of its sampled rows."""
-        inputs = to_device(call.arrays, self.device)
-        tokens, values = self._forward(
-            self._state.resolve(inputs["token_ids"], inputs["token_slots"]),
-            inputs["positions"],
-            self._paged(call, inputs["places"]),
-            inputs["rows"],
-            inputs["row_slots"],
-            truncates=truncates,
-        )
-        self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
-        return values
+    def _run(
+        self, call: RaggedCall, truncates: bool, captured: Captured[PaddedCall] | None = None
+    ) -> Tensor:
+        """A call of chunks of any lengths, by graphs if given; the values of its sampled rows."""
+        if captured is None:
+            inputs = to_device(call.arrays, self.device)
+            return self._compute(inputs, call.paged(self._cache, inputs["places"]), truncates)
+        padded = captured.call
+        padded.load(padded.stage(call))
+        padded.clear(len(call.arrays["token_ids"]))
+        captured.replay(call.paged(self._cache, padded.inputs["places"]))
+        return padded.values
 
-    def _paged(self, call: RaggedCall, places: Tensor) -> PagedAttention:
-        return PagedAttention(
-            query_starts=call.starts,
-            query_lens=call.lens,
-            context_lens=call.context_lens,
-            block_tables=call.block_tables,
-            slot_mapping=places,
-            key_cache=self._cache.keys,
-            value_cache=self._cache.values,
-            block_size=self._cache.block_size,
-        )
+    def _compute(
+        self, inputs: Mapping[str, Tensor], layout: PagedAttention, truncates: bool
+    ) -> Tensor:
+        """The model over all tokens of a call, and the sampler over its `rows`, or all without.
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        layout: PagedAttention,
-        rows: Tensor,
-        slots: Tensor,
-        *,
-        truncates: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The model over all rows of a call, the sampler over `rows` [n], which are in `slots`."""
+        `inputs` are those of `RaggedCall.arrays`. Returns values [2 or 4, n], see `SampledRows`: a
+        token for the position after each row, which becomes the last one of the slot `kept_in`.
+        """
+        state, positions, rows = self._state, inputs["positions"], inputs.get("rows")
+        token_ids = state.resolve(inputs["token_ids"], inputs["token_slots"])
         with recorded_routing() as record:
             hidden = paged_hidden_states(self._model, token_ids, positions, layout, rows)
-        if not len(rows):
-            return rows, torch.empty(2, 0, dtype=torch.int32, device=rows.device)
-        of_rows = hidden, positions.index_select(0, rows), slots, *record.fingerprints(rows)
-        return self._sampled(*of_rows, truncates=truncates)
-
-    def _decode(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        layout: CapturedPagedAttention,
-        slots: Tensor,
-        *,
-        truncates: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The model and the sampler over all rows of a captured call."""
-        with recorded_routing() as record:
-            hidden = paged_hidden_states(self._model, token_ids, positions, layout)
-        rows = hidden, positions, slots, *record.fingerprints()
-        return self._sampled(*rows, truncates=truncates)
-
-    def _sampled(
-        self, hidden: Tensor, positions: Tensor, slots: Tensor, *routing: Tensor, truncates: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids [n] int64, drawn for the positions after the rows', and values [2 or 4, n]; see
-        `SampledRows`."""
+        if not len(hidden):
+            return torch.empty(2, 0, dtype=torch.int32, device=self.device)
+        if rows is not None:
+            positions = positions.index_select(0, rows)
+        routing = record.fingerprints(rows)
         logits = next_token_logits(self._model, hidden)
-        params, keys = self._state.sampling(slots, truncates=truncates)
+        params, keys = state.sampling(inputs["row_slots"], truncates=truncates)
         tokens, logprobs = sample(logits, params, device_uniforms(keys, positions + 1))
+        state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         halves = [half for each in routing for half in each.view(-1, 1).view(torch.int32).unbind(1)]
-        return tokens, torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32), *halves])
+        return torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32), *halves])
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind everything queued so far; None on a CPU, where all is done."""

@@ -1,38 +1,34 @@
 """Prefill through CUDA graphs: all ops of a call but attention, captured for a number of rows.
 
 A step's chunks differ in number and lengths, so attention is launched for the chunks at hand,
-between graphs of everything else. Rows are padded to a bucket with tokens in the dummy slot; the
-bucket moves no bit of a row (claim C1). Launching a call op by op takes the host about a
-millisecond a layer, so a small model or a short call would wait for it.
+between graphs of everything else. Launching a call op by op takes the host about a millisecond a
+layer, so a small model or a short call would wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import Attend, CapturedPagedAttention, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged
-from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.graph_cache import (
     CAPTURED_AT,
     OPERATIONS_PER_SECOND,
     Captured,
-    GraphCache,
     GraphPieces,
     borrowed,
     bucket_of,
 )
 from rl_consistency.rollout.block_manager import KVCache
-from rl_consistency.rollout.device.device_state import DeviceState, StagedFields
-from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.device.calls import CallGraphs, Compute, RaggedCall, StaticCall
+from rl_consistency.rollout.device.device_state import DeviceState, Fields
 
 HOST_SECONDS = 1.2e-3
 """What the host takes for a layer, op by op (30 to 56 ms for 28 of them on two hosts). Where the
@@ -43,115 +39,6 @@ MOST_CAPTURED = 96
 
 SHARED_ROWS = 16384
 """Rows of the memory for attention's results that all calls share, where graphs reach so far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RaggedShape:
-    """A call of sequences that are all alike."""
-
-    sequences: int = 1
-    queries: int
-    """New tokens of each sequence."""
-    past: int = 0
-    """Tokens of each sequence whose keys lie in the cache."""
-    sampled: int = 1
-    """Rows that are sampled from."""
-
-
-@dataclass(frozen=True, eq=False)
-class RaggedCall:
-    """The numbers of a call, on the host.
-
-    Example: 4 prompt tokens of the sequence in slot 2, the last of which samples, and the pending
-    token of the one in slot 0, which has 7 tokens computed:
-
-        token_ids = [5, 6, 7, 8, -1]    token_slots = [2, 2, 2, 2, 0]    positions = [0, 1, 2, 3, 7]
-        rows = [3, 4]                   row_slots = [2, 0]               kept_in = [2, 0]
-    """
-
-    arrays: dict[str, NDArray[Any]]
-    """int64. Of each token: `token_ids` (-1: the one sampled last), `token_slots`, `positions`,
-    `places` in the cache. Of each row that is sampled from: `rows` (which token), `row_slots`,
-    `kept_in` (the slot whose last token it becomes)."""
-    starts: list[int]
-    lens: list[int]
-    context_lens: list[int]
-    block_tables: list[list[int]]
-    counts: NDArray[np.int64]  # rows of each chunk that samples
-
-    @classmethod
-    def of(
-        cls, chunks: Sequence[ScheduledChunk], state: DeviceState, block_size: int
-    ) -> RaggedCall:
-        """The call for chunks of admitted sequences; enters their new blocks in `state`."""
-        slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-        contexts = starts + lens
-        state.cover([chunk.sequence for chunk in chunks], slots, contexts)
-        ends = np.cumsum(lens)
-        token_slots = np.repeat(slots, lens)
-        positions = np.arange(len(token_slots)) + np.repeat(contexts - ends, lens)
-        sampled = [i for i, chunk in enumerate(chunks) if chunk.samples]
-        counts = np.array([1 + len(chunks[i].draft) for i in sampled], dtype=np.int64)
-        into_call = ends[sampled] - np.cumsum(counts)
-        # After a draft the host knows the last token. The device's goes to the dummy slot, unread.
-        kept_in = np.where(counts == 1, slots[sampled], state.dummy_slot)
-        return cls(
-            arrays={
-                "token_ids": np.array([t for c in chunks for t in _token_ids(c)], dtype=np.int64),
-                "token_slots": token_slots,
-                "positions": positions,
-                "places": state.places(token_slots, positions),
-                "rows": np.arange(counts.sum()) + np.repeat(into_call, counts),
-                "row_slots": np.repeat(slots[sampled], counts),
-                "kept_in": np.repeat(kept_in, counts),
-            },
-            starts=(ends - lens).tolist(),
-            lens=lens.tolist(),
-            context_lens=contexts.tolist(),
-            block_tables=[
-                chunk.sequence.block_table[: -(-chunk.end // block_size)] for chunk in chunks
-            ],
-            counts=counts,
-        )
-
-    @classmethod
-    def padding(cls, shape: RaggedShape, state: DeviceState, block_size: int) -> RaggedCall:
-        """A call in the dummy slot and block, which touches no sequence."""
-        count, queries = shape.sequences, shape.queries
-        tokens, end = count * queries, shape.past + queries
-        # The last rows are sampled from, over and over where there are fewer than that.
-        rows = np.arange(tokens - shape.sampled, tokens) % tokens
-        dummy = [state.dummy_slot]
-        return cls(
-            arrays={
-                "token_ids": np.zeros(tokens, dtype=np.int64),
-                "token_slots": np.repeat(dummy, tokens),
-                "positions": np.tile(np.arange(shape.past, end), count),
-                "places": np.repeat([state.dummy_block * block_size], tokens),
-                "rows": rows,
-                "row_slots": np.repeat(dummy, shape.sampled),
-                "kept_in": np.repeat(dummy, shape.sampled),
-            },
-            starts=list(range(0, tokens, queries)),
-            lens=[queries] * count,
-            context_lens=[end] * count,
-            block_tables=[[state.dummy_block] * -(-end // block_size)] * count,
-            counts=np.ones(shape.sampled, dtype=np.int64),
-        )
-
-
-def _token_ids(chunk: ScheduledChunk) -> list[int]:
-    """The chunk's tokens, -1 for the one that only the device knows."""
-    known = chunk.sequence.token_ids[chunk.start : chunk.end]
-    pending = chunk.length - len(known) - len(chunk.draft)
-    return [*known, *([-1] * pending), *chunk.draft]
-
-
-Compute = Callable[..., tuple[Tensor, Tensor]]
-"""The model and the sampler: (token_ids, positions, layout, rows, slots, *, truncates) -> token ids
-[n] and values [2 or 4, n] int32 of `rows` [n]; see `SampledRows`."""
 
 
 def sampled_bucket_of(sampled: int) -> int:
@@ -186,8 +73,8 @@ class PaddedShape:
     """Whether the sampler restricts any row's support; it moves no bit of the others."""
 
 
-class PaddedCall:
-    """A ragged call over buffers that never move, padded to a shape."""
+class PaddedCall(StaticCall):
+    """A ragged call, padded to a shape."""
 
     def __init__(
         self,
@@ -199,71 +86,33 @@ class PaddedCall:
     ) -> None:
         """`attended` gives the memory [rows, H, D] of attention's results, for queries like these:
         zeros at first, finite always."""
-        self.shape = shape
-        self._state, self._compute, self._attended = state, compute, attended
         of_tokens = ("token_ids", "token_slots", "positions", "places")
         of_sampled = ("rows", "row_slots", "kept_in")
-        self._fields = StagedFields(
-            {name: (np.int64, (shape.rows,)) for name in of_tokens}
-            | {name: (np.int64, (shape.sampled,)) for name in of_sampled}
-            | {"used": (np.int32, (1,))}
-        )
-        self._buffer = torch.zeros(self._fields.nbytes, dtype=torch.uint8, device=state.device)
-        self._inputs = self._fields.tensors(self._buffer)
-        self._padding = {
-            "token_slots": state.dummy_slot,
-            "places": state.dummy_block * cache.block_size,
-            "row_slots": state.dummy_slot,
-            "kept_in": state.dummy_slot,
+        fields: Fields = {
+            **dict.fromkeys(of_tokens, (np.int64, (shape.rows,))),
+            **dict.fromkeys(of_sampled, (np.int64, (shape.sampled,))),
+            "used": (np.int32, (1,)),
         }
+        super().__init__(shape, state, cache, compute, fields)
+        self._attended, self._results = attended, None
         self._layout = partial(
             CapturedPagedAttention.interrupted,
-            used=self._inputs["used"],
-            slot_mapping=self.places,
-            key_cache=cache.keys,
-            value_cache=cache.values,
-            block_size=cache.block_size,
+            used=self.inputs["used"],
+            slot_mapping=self.inputs["places"],
+            **cache.tensors,
         )
-        self._values: Tensor | None = None
-        self._results: Tensor | None = None
 
-    @property
-    def places(self) -> Tensor:
-        """[rows] int64, where in the cache each token's keys and values go."""
-        return self._inputs["places"]
+    def stage(self, call: RaggedCall) -> Tensor:
+        """A host buffer with the numbers of a call."""
+        buffer, _ = self.filled({**call.arrays, "used": [len(call.arrays["token_ids"])]})
+        return buffer
 
-    @property
-    def values(self) -> Tensor:
-        """What the last run sampled, [2 or 4, sampled] int32."""
-        assert self._values is not None, "the call was not run"
-        return self._values
+    def run(self, pieces: GraphPieces | None = None) -> None:
+        self.run_with(self.results if pieces is None else partial(self.interrupt, pieces))
 
-    def load(self, call: RaggedCall | None) -> None:
-        """Queue the copy of a call's numbers into the buffer; None is padding alone."""
-        buffer, arrays = self._fields.on_host(self._state.device)
-        numbers = {} if call is None else call.arrays
-        arrays.pop("used")[0] = len(numbers.get("token_ids", ()))
-        for name, array in arrays.items():
-            real = numbers.get(name, ())
-            array[: len(real)] = real
-            array[len(real) :] = self._padding.get(name, 0)
-        self._buffer.copy_(buffer, non_blocking=True)
-
-    def run(self, attend: Attend) -> None:
-        """Compute what was loaded; leaves what it sampled in `values`."""
-        inputs, state = self._inputs, self._state
-        tokens, values = self._compute(
-            state.resolve(inputs["token_ids"], inputs["token_slots"]),
-            inputs["positions"],
-            self._layout(attend),
-            inputs["rows"],
-            inputs["row_slots"],
-            truncates=self.shape.truncates,
-        )
-        state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
-        if self._values is None:  # in the first run, which comes before a capture
-            self._values = torch.empty_like(values)
-        self._values.copy_(values)
+    def run_with(self, attend: Attend) -> None:
+        """The same with another function in place of attention."""
+        self._sample(self._layout(attend))
 
     def results(self, q: Tensor, *_: object) -> Tensor:
         """What stands for attention in a run on padding: its memory as it is."""
@@ -299,12 +148,8 @@ class PaddedCall:
             self._results[used:].zero_()
 
 
-class RaggedGraphs(GraphCache[PaddedShape, Captured[PaddedCall]]):
-    """Captured padded calls by shape.
-
-    `most` is the largest number of rows that is captured. `prepare` makes what must not be made
-    during a capture, and returns what the graphs read and the model may replace.
-    """
+class RaggedGraphs(CallGraphs[PaddedShape, PaddedCall]):
+    """Captured padded calls by shape."""
 
     captured_at, most_captured = CAPTURED_AT, MOST_CAPTURED
     without_memory = (
@@ -312,18 +157,10 @@ class RaggedGraphs(GraphCache[PaddedShape, Captured[PaddedCall]]):
         "with the same bits and more work for the host. Lower max_batch_tokens or num_kv_blocks."
     )
 
-    def __init__(
-        self,
-        state: DeviceState,
-        cache: KVCache,
-        compute: Compute,
-        *,
-        most: int,
-        prepare: Callable[[], object],
-    ) -> None:
-        super().__init__()
-        self._state, self._cache, self._compute = state, cache, compute
-        self._most, self._prepare = most, prepare
+    def __init__(self, *parts: Any, most: int) -> None:
+        """`parts` are those of `CallGraphs`. `most`: the largest number of rows to capture."""
+        super().__init__(*parts)
+        self._most = most
         self._memory: Tensor | None = None
 
     def captured(self, call: RaggedCall, *, truncates: bool) -> Captured[PaddedCall] | None:
@@ -343,17 +180,8 @@ class RaggedGraphs(GraphCache[PaddedShape, Captured[PaddedCall]]):
             return None
         return PaddedShape(rows=bucket, sampled=room, truncates=truncates)
 
-    def run_padding(self, shape: PaddedShape) -> None:
-        """Run the call that `captured` would capture once, as it is, on padding alone."""
-        call = self._call(shape)
-        with certified_to_the_row():
-            call.run(call.results)
-
     def _call(self, shape: PaddedShape) -> PaddedCall:
-        """The call, loaded with padding alone: running it touches no sequence."""
-        call = PaddedCall(shape, self._state, self._cache, self._compute, self._attended)
-        call.load(None)
-        return call
+        return PaddedCall(shape, self._state, self._cache, self._compute, self._attended)
 
     def _attended(self, q: Tensor) -> Tensor:
         """Memory for attention's results, shared by all calls."""
@@ -363,12 +191,3 @@ class RaggedGraphs(GraphCache[PaddedShape, Captured[PaddedCall]]):
             size = (max(rows, min(self._most, SHARED_ROWS)), *q.shape[1:])
             self._memory = torch.zeros(size, dtype=q.dtype, device=q.device)
         return self._memory[:rows]
-
-    def _capture(self, shape: PaddedShape) -> Captured[PaddedCall]:
-        kept = self._prepare()
-        call = self._call(shape)
-
-        def run(pieces: GraphPieces | None) -> None:
-            call.run(call.results if pieces is None else partial(call.interrupt, pieces))
-
-        return Captured(call, self.in_place(self._state.device).captured(run).replay, kept)

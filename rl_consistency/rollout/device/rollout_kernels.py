@@ -19,6 +19,7 @@ from rl_consistency.kernels.attention.layout import SHARED_BLOCK
 from rl_consistency.kernels.core.compile_ahead import compile_ahead, use_workers
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.device import ragged_graphs
+from rl_consistency.rollout.device.calls import RaggedShape
 from rl_consistency.rollout.device.decode_graphs import (
     DecodeGraphs,
     Shape,
@@ -26,7 +27,6 @@ from rl_consistency.rollout.device.decode_graphs import (
     width_for,
 )
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import RaggedShape
 from rl_consistency.rollout.progress import compile_line
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -48,22 +48,14 @@ SHORTEST_PAST = 48
 class RolloutBounds:
     """The largest sizes of a rollout's calls, and what else decides which kernels it launches."""
 
-    tokens: int
-    """Tokens of one step."""
-    sequences: int
-    """Sequences that run at a time."""
-    longest: int
-    """Tokens of one sequence."""
-    batch_sizes: tuple[int, ...]
-    """Numbers of sequences that decode together."""
-    draft: int = 0
-    """Tokens of the longest draft."""
-    truncates: bool = False
-    """Whether the sampler restricts any row's support."""
-    shares: bool = False
-    """Whether sequences may share keys."""
-    stock: frozenset[str] = frozenset()
-    """Ops on their stock path."""
+    tokens: int  # of one step
+    sequences: int  # that run at a time
+    longest: int  # tokens of one sequence
+    batch_sizes: tuple[int, ...]  # numbers of sequences that decode together
+    draft: int = 0  # tokens of the longest draft
+    truncates: bool = False  # whether the sampler restricts any row's support
+    shares: bool = False  # whether sequences may share keys
+    stock: frozenset[str] = frozenset()  # ops on their stock path
 
     def within(self, tokens: int, sequences: int, longest: int) -> RolloutBounds:
         """These bounds with smaller sizes, where these are smaller."""
@@ -76,17 +68,19 @@ class RolloutBounds:
             batch_sizes=buckets_up_to(count),
         )
 
+    def decode_shape(self, graphs: DecodeGraphs, rows: int, width: int, shared: bool) -> Shape:
+        of_all = {"truncates": self.truncates, "longest": self.longest}
+        return graphs.shape_for(rows, width, shared=shared, **of_all)
+
     def covers(self, other: RolloutBounds) -> bool:
         """Whether the kernels of the other are among these."""
-        return (
-            (self.truncates, self.stock) == (other.truncates, other.stock)
+        sizes, others = (
             # Keys that are shared are compiled beside those that are not.
-            and self.shares >= other.shares
-            and width_for(self.draft) >= width_for(other.draft)
-            and self.tokens >= other.tokens
-            and self.sequences >= other.sequences
-            and self.longest >= other.longest
+            (b.shares, width_for(b.draft), b.tokens, b.sequences, b.longest)
+            for b in (self, other)
         )
+        alike = (self.truncates, self.stock) == (other.truncates, other.stock)
+        return alike and all(a >= b for a, b in zip(sizes, others, strict=True))
 
 
 def row_counts(most: int) -> list[int]:
@@ -132,11 +126,10 @@ def _up_to(most: int, first: int, *, factor: int) -> list[int]:
 
 
 class RolloutKernels:
-    """The kernels of one runner.
+    """The kernels of one runner, those of the weights digest among them.
 
-    Those of the weights digest are among them. Nothing is compiled ahead on a CPU, nor while
-    modules have hooks, which would see values that mean nothing. Ranks of one machine share its
-    cores, and the first of them shows the line.
+    Nothing is compiled ahead on a CPU, nor while modules have hooks, which would see values that
+    mean nothing. Ranks of one machine share its cores, and the first of them shows the line.
     """
 
     def __init__(
@@ -146,7 +139,7 @@ class RolloutKernels:
         max_tokens: int,
         max_seqs: int,
         *,
-        shares: bool,
+        shares: bool,  # whether sequences may share cache blocks
         quiet: bool,
     ) -> None:
         self._runner, self._model, self._quiet = runner, model, quiet
@@ -155,7 +148,7 @@ class RolloutKernels:
             sequences=max_seqs,
             longest=model.config.max_position_embeddings,
             batch_sizes=buckets_up_to(max_seqs),
-            shares=shares,  # whether sequences may share cache blocks
+            shares=shares,
         )
         self._compiled: list[RolloutBounds] = []
 
@@ -163,15 +156,14 @@ class RolloutKernels:
         self, sampling: SamplingParams, batch_sizes: Sequence[int] | None, longest: int | None
     ) -> RolloutBounds:
         """Those of all rollouts with `sampling`; arguments are those of `RolloutEngine.warm_up`."""
-        sizes, most = self._most.batch_sizes, self._most.sequences
-        if batch_sizes is not None:
-            sizes = tuple(batch_sizes)
-        if wrong := [rows for rows in sizes if not 1 <= rows <= most]:
-            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
+        most = self._most
+        sizes = most.batch_sizes if batch_sizes is None else tuple(batch_sizes)
+        if wrong := [rows for rows in sizes if not 1 <= rows <= most.sequences]:
+            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most.sequences}, got {wrong}")
         return replace(
-            self._most,
+            most,
             batch_sizes=sizes,
-            longest=min(longest or self._most.longest, self._most.longest),
+            longest=min(longest or most.longest, most.longest),
             draft=sampling.speculation,
             truncates=sampling.restricts_support,
             stock=current().stock,
@@ -198,8 +190,11 @@ class RolloutKernels:
         if blocks > self._runner.num_blocks:
             # A preempted sequence is computed again, with what it has sampled.
             tokens = sum(s.max_num_tokens for s in sequences)
-        tokens = max(tokens, count * width_for(draft))
-        longest = max(s.max_num_tokens for s in sequences)
+        sizes = (
+            max(tokens, count * width_for(draft)),
+            count,
+            max(s.max_num_tokens for s in sequences),
+        )
         most = replace(
             self._most,
             draft=draft,
@@ -207,11 +202,11 @@ class RolloutKernels:
             shares=self._most.shares and _may_share(sequences),
             stock=current().stock,
         )
-        needed = most.within(tokens, count, longest)
+        needed = most.within(*sizes)
         if any(compiled.covers(needed) for compiled in self._compiled):
             return
         if self._compiled:
-            needed = most.within(*(1 << (n - 1).bit_length() for n in (tokens, count, longest)))
+            needed = most.within(*(1 << (n - 1).bit_length() for n in sizes))
         self.compile(needed, captures=False)
 
     @torch.no_grad()
@@ -222,57 +217,44 @@ class RolloutKernels:
             # The largest first: the others fit in the memory it leaves.
             for rows, width in reversed(_decode_sizes(bounds)):
                 shared = bounds.shares and rows > 1 and graphs.share_keys
-                graphs.captured(_decode_shape(graphs, bounds, rows, width, shared))
+                graphs.captured(bounds.decode_shape(graphs, rows, width, shared))
 
     def _compile(self, bounds: RolloutBounds, captures: bool) -> int:
         ranks = local_ranks()
         if ranks > 1:  # all of them compile the same at the same time
             use_workers(max(len(os.sched_getaffinity(0)) // ranks, 1))
-        with (
-            torch.no_grad(),
-            compile_line(quiet=self._quiet or os.environ.get("LOCAL_RANK", "0") != "0") as report,
-        ):
+        quiet = self._quiet or os.environ.get("LOCAL_RANK", "0") != "0"
+        with torch.no_grad(), compile_line(quiet=quiet) as report:
             calls = [*self._calls(bounds, captures), partial(model_digest, self._model)]
             return compile_ahead(calls, report)
 
-    def _calls(self, bounds: RolloutBounds, captures: bool) -> list[Callable[[], object]]:
+    def _calls(self, bounds: RolloutBounds, captures: bool) -> Iterator[Callable[[], object]]:
         """The list. Of the device state they write the dummy slot alone, and no sequence's key."""
         runner, truncates = self._runner, bounds.truncates
         graphs, padded = runner.decode_graphs, runner.ragged_graphs
         runner.prepare()  # it lasts, so it must hold values
         bounds = replace(bounds, longest=min(bounds.longest, runner.capacity))
-        drafted = bounds if graphs is None else replace(bounds, draft=0)
         # Attention first: it takes the compiler the longest.
-        calls: list[Callable[[], object]] = [
-            *(partial(runner.attend_padding, shape) for shape in continued_shapes(bounds)),
-            *(partial(runner.run_padding, shape, truncates) for shape in prompt_shapes(drafted)),
-        ]
+        for shape in continued_shapes(bounds):
+            yield partial(runner.attend_padding, shape)
+        for shape in prompt_shapes(bounds if graphs is None else replace(bounds, draft=0)):
+            yield partial(runner.run_padding, shape, truncates)
         if graphs is not None:
-            calls += [
-                partial(graphs.run_padding, _decode_shape(graphs, bounds, rows, width, shared))
-                for rows, width in _decode_sizes(bounds)
-                for shared in ((False, True) if bounds.shares and graphs.share_keys else (False,))
-            ]
+            for rows, width in _decode_sizes(bounds):
+                for shared in sorted({False, bounds.shares and graphs.share_keys}):
+                    yield partial(
+                        graphs.run_padding, bounds.decode_shape(graphs, rows, width, shared)
+                    )
         if captures and padded is not None:
-            shapes = [
-                padded.shape_for(rows, 1, truncates=truncates)
-                for rows in ragged_graphs.buckets_up_to(bounds.tokens)
-            ]
-            calls += [partial(padded.run_padding, shape) for shape in shapes if shape is not None]
-        return calls
+            for rows in ragged_graphs.buckets_up_to(bounds.tokens):
+                if shape := padded.shape_for(rows, 1, truncates=truncates):
+                    yield partial(padded.run_padding, shape)
 
 
 def _decode_sizes(bounds: RolloutBounds) -> list[tuple[int, int]]:
     """Numbers of sequences that decode together, and the widths of their drafts."""
     widths = {width_for(draft) for draft in range(bounds.draft + 1)}
     return sorted({(rows, width) for rows in bounds.batch_sizes for width in widths})
-
-
-def _decode_shape(
-    graphs: DecodeGraphs, bounds: RolloutBounds, rows: int, width: int, shared: bool
-) -> Shape:
-    of_all = {"truncates": bounds.truncates, "longest": bounds.longest}
-    return graphs.shape_for(rows, width, shared=shared, **of_all)
 
 
 def local_ranks() -> int:

@@ -89,31 +89,3 @@ def _cut(runs: Sequence[SharedRun]) -> list[SharedRun]:
         borders = [run.first + run.count * part // parts for part in range(parts + 1)]
         found += [SharedRun(a, b - a, run.keys) for a, b in pairwise(borders)]
     return found
-
-
-class SharedPrefixes:
-    """Arrangements of decode steps, kept while the same sequences decode."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._kept: dict[int, tuple[tuple[bytes, int], Arrangement | None]] = {}
-
-    def of(
-        self,
-        width: int,
-        slots: NDArray[np.int64],
-        pasts: NDArray[np.int64],
-        tables: NDArray[np.int32],
-        admissions: int,
-    ) -> Arrangement | None:
-        """The arrangement of the sequences in `slots` [n], in calls of one `width`.
-
-        `tables` are those of all slots. Blocks are shared from the admission on, so what is found
-        holds until `admissions`, the number of them, or the slots change.
-        """
-        key = slots.tobytes(), admissions
-        kept = self._kept.get(width)
-        if kept is None or kept[0] != key:
-            kept = key, arranged(tables[slots], pasts, self._block_size)
-            self._kept[width] = kept
-        return kept[1]

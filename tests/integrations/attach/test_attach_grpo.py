@@ -9,7 +9,7 @@ from rl_consistency.integrations import attach as attaching
 from rl_consistency.integrations import label_answer, rollout_drift
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
-from rl_consistency.models.scoring.label_logprobs import label_logprobs
+from rl_consistency.models.scoring.token_logprobs import label_logprobs
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from tests.integrations.trainers import grpo, logged, quick_at, sft
 

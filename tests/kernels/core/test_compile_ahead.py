@@ -252,7 +252,7 @@ def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path, monke
         lambda: cublaslt.certified(torch.device("cpu"), KEY, 100),
         lambda: held.certify(KEY.name, 0, [100]),
         lambda: held.withdraw(KEY.name, "bytes differed"),
-        audit.due,
+        lambda: audit.sample(KEY.name, pytest.fail, pytest.fail),
         lambda: held.keep("work", Winner("schedule", 1.0, 1.0)),
     ):
         with pytest.raises(RuntimeError, match="nothing is computed"):

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.core.device import takes_descriptors
-from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.device import dense_rows, takes_descriptors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

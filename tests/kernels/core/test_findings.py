@@ -193,8 +193,8 @@ def of_key(**entry):
         (of_key(differing=0, rows={}), "TypeError: not a certificate"),
         (of_key(differing=0, rows=["4", None]), "TypeError: not a certificate"),
         (content(withdrawn=["bb"]), "AttributeError"),
-        (content(withdrawn={"key": None}), "TypeError: not reasons"),
-        (content(withdrawn={"key": {"fast": "differed"}}), "TypeError: not reasons"),
+        (content(withdrawn={"key": None}), "TypeError: not a reason"),
+        (content(withdrawn={"key": {"fast": "differed"}}), "TypeError: not a reason"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_ignored_with_the_reason_and_made_again(path, text, reason):

@@ -78,7 +78,9 @@ def test_the_fold_goes_on_from_what_was_written_into_the_gradient(uses, dtype, g
 @pytest.mark.parametrize("uses", [1, 2])
 def test_without_a_look_at_the_gradient_what_was_written_into_it_is_not_seen(uses, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(gradient_buffer, "resumed", lambda accumulators, gradient: accumulators)
+    monkeypatch.setattr(
+        gradient_buffer._Gradient, "_resumed", lambda self, left, _: left.accumulators
+    )
     param, whole = parameter(torch.bfloat16), parameter(torch.bfloat16)
     buffers = GradientBuffer.for_uses(param, uses)
     backward(param, buffers, slice(0, 64))

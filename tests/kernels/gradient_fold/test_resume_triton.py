@@ -25,6 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def small_programs(monkeypatch):
     monkeypatch.setattr(resume_triton, "BLOCK", 16)
     monkeypatch.setattr(resume_triton, "CHUNK", 32)
+    resume_triton._table.cache_clear()
 
 
 def case(size, wide, dtype, two):
@@ -67,13 +68,12 @@ def test_gradients_of_all_kinds_are_resumed_together():
         assert all(same_bytes(a, b) for a, b in zip(parts, right, strict=True))
 
 
-def test_a_table_is_made_again_for_other_tensors_and_tables_stay_few():
+def test_a_table_is_made_again_for_other_tensors():
     for _ in range(3 * resume_triton.MOST_TABLES):
         parts, _, changed = case(17, torch.float64, torch.bfloat16, False)
         wanted = expected(parts, changed)
         resume_accumulators([Resumed(changed, *parts)])
         assert same_bytes(parts[0], wanted[0])
-    assert len(resume_triton._tables) <= resume_triton.MOST_TABLES
 
 
 def test_a_ragged_start_another_layout_and_fp64_are_left_to_torch():
@@ -92,18 +92,6 @@ def test_tensors_that_are_not_alike_are_left_to_torch():
     assert not Resumed(x, x.double(), x).fits
     assert not Resumed(x.to(torch.complex64), x).fits
     assert not Resumed(x, torch.zeros(64, device="meta")).fits
-
-
-def test_a_table_that_another_thread_drops_at_once_is_still_read(monkeypatch):
-    class Dropped(dict):
-        def __setitem__(self, key, value):
-            pass
-
-    monkeypatch.setattr(resume_triton, "_tables", Dropped())
-    parts, _, changed = case(17, torch.float64, torch.bfloat16, False)
-    wanted = expected(parts, changed)
-    resume_accumulators([Resumed(changed, *parts)])
-    assert same_bytes(parts[0], wanted[0])
 
 
 @pytest.mark.parametrize("captured", [True, False])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.reduction_order import FP32_STEP
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, POINTER, POINTER_FP32
 from tests.comparison import assert_within

@@ -5,8 +5,7 @@ import torch
 
 from rl_consistency.models.packing import pack_padded, packed_inputs
 from rl_consistency.models.patch import patch
-from rl_consistency.models.scoring.label_logprobs import label_logprobs
-from rl_consistency.models.scoring.token_logprobs import token_logprobs
+from rl_consistency.models.scoring.token_logprobs import label_logprobs, token_logprobs
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.graph_cache import Captured
 from rl_consistency.rollout.device.decode_graphs import DecodeCall, DecodeGraphs, Shape
 from rl_consistency.rollout.device.model_runner import ModelRunner
@@ -20,37 +19,31 @@ class Uncaptured(DecodeGraphs):
 
     shapes: list[Shape]
 
-    def _capture(self, shape: Shape) -> Captured[DecodeCall]:
+    def _capture(self, shape: Shape, *_: Any) -> Captured[DecodeCall]:
         kept = self._prepare()
         call = self._call(shape)
         self.shapes = [*getattr(self, "shapes", []), shape]
         return Captured(call, call.run, kept)
 
 
-def uncaptured(runner: ModelRunner) -> Uncaptured:
-    """Gives a runner such graphs of decode steps."""
-    runner.decode_graphs = graphs = Uncaptured(
-        runner._state,
-        runner._cache,
-        runner._decode,
-        capacity=runner.capacity,
-        prepare=lambda: rotary_rows(runner._model, runner.capacity),
-    )
-    return graphs
-
-
 class UncapturedRagged(RaggedGraphs):
     """The same of calls between whose graphs attention runs."""
 
-    def _capture(self, shape: PaddedShape) -> Captured[PaddedCall]:
+    def _capture(self, shape: PaddedShape, *_: Any) -> Captured[PaddedCall]:
         kept = self._prepare()
         call = self._call(shape)
-        call.run(call.results)  # on padding alone, as before a capture
+        call.run()  # on padding alone, as before a capture
 
         def run_again(paged: PagedAttention) -> None:
-            call.run(lambda *operands: call.attention(*operands, paged))
+            call.run_with(lambda *operands: call.attention(*operands, paged))
 
         return Captured(call, run_again, kept)
+
+
+def uncaptured(runner: ModelRunner) -> Uncaptured:
+    """Gives a runner such graphs of decode steps."""
+    runner.decode_graphs = graphs = Uncaptured(*runner.parts, capacity=runner.capacity)
+    return graphs
 
 
 def admitted(

@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SharedRun
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.device import model_runner, shared_prefixes
+from rl_consistency.rollout.device import device_state, model_runner, shared_prefixes
 from rl_consistency.rollout.device.decode_graphs import (
     BUCKETS,
     DecodeCall,
@@ -116,13 +116,13 @@ def test_a_run_that_does_not_hold_is_noticed(
 ) -> None:
     """Negative control: one block too many."""
     monkeypatch.setattr(shared_prefixes, "SHARED_BLOCK", 8)
-    arranged = shared_prefixes.arranged
+    arranged = device_state.arranged
 
     def too_long(*args: Any) -> Any:
         found = arranged(*args)
         return found and (found[0], [SharedRun(r.first, r.count, r.keys + 1) for r in found[1]])
 
-    monkeypatch.setattr(shared_prefixes, "arranged", too_long)
+    monkeypatch.setattr(device_state, "arranged", too_long)
     captured = runner_of(model)
     assert captured.decode_graphs is not None
     captured.decode_graphs._reads_once = True
@@ -206,12 +206,12 @@ def test_decode_and_prefill_in_one_step_are_what_they_are_alone(model: Qwen3ForC
 
 
 def padding_in_a_real_slot(call: DecodeCall) -> None:
-    call._dummy_place = 0
+    places = call.inputs["places"]
+    places[places == call._padding["places"]] = 0
 
 
 def positions_of_the_row_before(call: DecodeCall) -> None:
-    inputs = call._inputs
-    inputs["positions"].copy_(inputs["positions"].roll(1))
+    call.inputs["positions"].copy_(call.inputs["positions"].roll(1))
 
 
 @pytest.mark.parametrize("spoil", [padding_in_a_real_slot, positions_of_the_row_before])
@@ -223,20 +223,8 @@ def test_the_comparison_notices(
     expected = decoded(eager, prompts(eager, 5), 6)
     sequences = prompts(captured, 5)
     sequences[2].block_table[0], sequences[0].block_table[0] = 0, sequences[2].block_table[0]
-    stage, load = DecodeCall.stage, DecodeCall.load
-
-    def staged(call: DecodeCall, *args: Any) -> torch.Tensor:
-        if spoil is padding_in_a_real_slot:
-            spoil(call)
-        return stage(call, *args)
-
-    def loaded(call: DecodeCall, buffer: torch.Tensor) -> None:
-        load(call, buffer)
-        if spoil is positions_of_the_row_before:
-            spoil(call)
-
-    monkeypatch.setattr(DecodeCall, "stage", staged)
-    monkeypatch.setattr(DecodeCall, "load", loaded)
+    load = DecodeCall.load
+    monkeypatch.setattr(DecodeCall, "load", lambda call, staged: (load(call, staged), spoil(call)))
     assert decoded(captured, sequences, 6) != expected
 
 

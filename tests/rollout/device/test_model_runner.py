@@ -17,8 +17,8 @@ from rl_consistency.rollout.block_manager import (
     GPU_CACHE_SHARE,
     cache_bytes,
 )
+from rl_consistency.rollout.device.calls import RaggedCall
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import RaggedCall
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -96,7 +96,7 @@ def test_a_call_names_every_token_position_and_place(model: Qwen3ForCausalLM) ->
         ScheduledChunk(pending, 5, 1, True),
         ScheduledChunk(guessed, 2, 3, True, (8, 9)),
     ]
-    call = RaggedCall.of(chunks, runner._state, 4)
+    call = RaggedCall.of(chunks, runner._state)
     assert {name: array.tolist() for name, array in call.arrays.items()} == {
         "token_ids": [12, 13, 14, 15, -1, 32, 8, 9],
         "token_slots": [2, 2, 2, 2, 0, 1, 1, 1],
@@ -106,8 +106,9 @@ def test_a_call_names_every_token_position_and_place(model: Qwen3ForCausalLM) ->
         "row_slots": [0, 1, 1, 1],
         "kept_in": [0, 4, 4, 4],
     }
-    assert (call.starts, call.lens, call.context_lens) == ([0, 4, 5], [4, 1, 3], [6, 6, 5])
-    assert call.block_tables == [[5, 2], [7, 1], [3, 0]]
+    paged = call.paged(runner._cache, torch.from_numpy(call.arrays["places"]))
+    assert (paged.query_starts, paged.query_lens) == ([0, 4, 5], [4, 1, 3])
+    assert (paged.context_lens, paged.block_tables) == ([6, 6, 5], [[5, 2], [7, 1], [3, 0]])
 
 
 def test_only_chunks_that_sample_are_answered(model: Qwen3ForCausalLM) -> None:

@@ -7,7 +7,6 @@ only capture and replay are left to tests/gpu.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.experts import cpu
-from rl_consistency.models.forward import layer_parameters, rotary_rows
+from rl_consistency.models.forward import layer_parameters
 from rl_consistency.models.graph_cache import FINE_ROWS, borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
@@ -24,7 +23,6 @@ from rl_consistency.rollout.device.ragged_graphs import (
     CAPTURED_AT,
     PaddedCall,
     PaddedShape,
-    RaggedCall,
     RaggedGraphs,
     buckets_up_to,
     most_rows,
@@ -46,13 +44,7 @@ BLOCKS = 30
 def runner_of(model: Any, *, graphs: bool = True, most: int = 256) -> ModelRunner:
     runner = ModelRunner(model, block_size=4, num_blocks=BLOCKS * MOST, max_num_seqs=MOST)
     if graphs:
-        runner.ragged_graphs = UncapturedRagged(
-            runner._state,
-            runner._cache,
-            runner._forward,
-            most=most,
-            prepare=partial(rotary_rows, model, runner.capacity),
-        )
+        runner.ragged_graphs = UncapturedRagged(*runner.parts, most=most)
     for cache in [*runner._cache.keys, *runner._cache.values]:
         cache[-1].fill_(torch.nan)  # the dummy block: only padding may read it
     return runner
@@ -139,11 +131,12 @@ def test_results_of_a_failed_request_do_not_stay(
 
 
 def padding_in_a_real_slot(call: PaddedCall) -> None:
-    call._padding["places"] = 0
+    places = call.inputs["places"]
+    places[call.inputs["used"] :] = 0
 
 
 def rows_of_the_neighbours(call: PaddedCall) -> None:
-    call._inputs["rows"].copy_(call._inputs["rows"].roll(1))
+    call.inputs["rows"].copy_(call.inputs["rows"].roll(1))
 
 
 def attention_of_an_earlier_call(call: PaddedCall) -> None:
@@ -161,12 +154,9 @@ def test_the_comparison_notices(
     eager, captured = runner_of(model, graphs=False), runner_of(model)
     load = PaddedCall.load
 
-    def spoiled(call: PaddedCall, numbers: RaggedCall | None) -> None:
-        if spoil is not rows_of_the_neighbours:
-            spoil(call)
+    def spoiled(call: PaddedCall, numbers: torch.Tensor) -> None:
         load(call, numbers)
-        if spoil is rows_of_the_neighbours:
-            spoil(call)
+        spoil(call)
 
     def step(runner: ModelRunner) -> list[Any]:
         sequences = prompts(runner, [5, 18, 9])
@@ -325,9 +315,9 @@ def test_padding_reaches_no_expert(monkeypatch: pytest.MonkeyPatch, mutant: bool
         counts.append(len((found := find(*args)).rows))
         return found
 
-    def all_used(call: PaddedCall, numbers: RaggedCall | None) -> None:
+    def all_used(call: PaddedCall, numbers: torch.Tensor) -> None:
         load(call, numbers)
-        call._inputs["used"].fill_(call.shape.rows)
+        call.inputs["used"].fill_(call.shape.rows)
 
     monkeypatch.setattr(cpu, "route_rows", counted)
     if mutant:

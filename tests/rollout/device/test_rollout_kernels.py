@@ -17,8 +17,8 @@ from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import rollout_kernels
+from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.model_runner import ModelRunner
-from rl_consistency.rollout.device.ragged_graphs import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.rollout_kernels import (
     RolloutBounds,
     RolloutKernels,
@@ -173,8 +173,7 @@ def test_a_call_of_padding_touches_no_sequence(model, shape):
     before = [cache[:-1].clone() for cache in caches], state.last_tokens[:-1].clone()
     call = RaggedCall.padding(shape, state, 4)
     assert len(call.arrays["token_ids"]) == shape.sequences * shape.queries
-    values, rows = runner._run(call, list(range(shape.sampled)), truncates=False)
-    assert values.shape == (2, shape.sampled) and len(rows) == shape.sampled
+    assert runner._run(call, truncates=False).shape == (2, shape.sampled)
     assert all(cache[:-1].equal(old) for cache, old in zip(caches, before[0]))
     assert state.last_tokens[:-1].equal(before[1])
     assert not state._stale
@@ -295,22 +294,18 @@ def test_stock_attention_gathers_nothing_while_kernels_compile(model, monkeypatc
         monkeypatch.setattr(modules, name, lambda *_, **__: pytest.fail("computed"))
     monkeypatch.setattr(modules, "compiles_only", lambda: True)
     with strict(except_=["attention"]):
-        runner._run(call, [0], truncates=False)
+        runner._run(call, truncates=False)
     monkeypatch.setattr(modules, "compiles_only", lambda: False)
     with strict(except_=["attention"]), pytest.raises(pytest.fail.Exception, match="computed"):
-        runner._run(call, [0], truncates=False)
+        runner._run(call, truncates=False)
 
 
 def list_of(model, sampling, monkeypatch, **settings):
     """The calls of a warm-up, as on a GPU."""
     engine = engine_of(model, max_batch_tokens=40, **settings)
     kernels, runner = engine._kernels, engine._runner
-    runner.decode_graphs = Uncaptured(
-        runner._state, runner._cache, runner._decode, capacity=64, prepare=runner.prepare
-    )
-    runner.ragged_graphs = UncapturedRagged(
-        runner._state, runner._cache, runner._forward, most=64, prepare=runner.prepare
-    )
+    runner.decode_graphs = Uncaptured(*runner.parts, capacity=64)
+    runner.ragged_graphs = UncapturedRagged(*runner.parts, most=64)
     return runner, kernels._calls(kernels.bounds(sampling, None, 64), captures=True)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rl_consistency.kernels.attention.layout import MOST_SHARERS, SHARED_BLOCK, SharedRun
-from rl_consistency.rollout.device import shared_prefixes
-from rl_consistency.rollout.device.shared_prefixes import SharedPrefixes, arranged, most_runs
+from rl_consistency.rollout.device import device_state
+from rl_consistency.rollout.device.device_state import DeviceState
+from rl_consistency.rollout.device.shared_prefixes import arranged, most_runs
 
+CPU = torch.device("cpu")
 BLOCK, WIDTH, DUMMY = 16, 40, 9999
 
 
@@ -127,13 +130,15 @@ def test_an_arrangement_is_kept_until_slots_or_admissions_change(
         calls.append(1)
         return arranged(*args)
 
-    monkeypatch.setattr(shared_prefixes, "arranged", counted)
-    tables, prefixes = tables_of(*group(0, 16, [1, 1, 1])), SharedPrefixes(BLOCK)
+    monkeypatch.setattr(device_state, "arranged", counted)
+    state = DeviceState(3, width=WIDTH, block_size=BLOCK, dummy_block=DUMMY, device=CPU)
+    state._tables[:3] = tables_of(*group(0, 16, [1, 1, 1]))
     slots, pasts = np.array([2, 0]), pasts_of(257, 258)
-    first = prefixes.of(1, slots, pasts, tables, 3)
+    first = state.arrangement(slots, pasts, width=1)
     assert first is not None and first[1] == [SharedRun(0, 2, 256)]
-    assert prefixes.of(1, slots, pasts + 1, tables, 3) is first and len(calls) == 1
-    prefixes.of(4, slots, pasts, tables, 3)
-    prefixes.of(1, slots, pasts, tables, 4)
-    prefixes.of(1, slots[::-1], pasts, tables, 4)
+    assert state.arrangement(slots, pasts + 1, width=1) is first and len(calls) == 1
+    state.arrangement(slots, pasts, width=4)
+    state._num_admitted += 1
+    state.arrangement(slots, pasts, width=1)
+    state.arrangement(slots[::-1], pasts, width=1)
     assert len(calls) == 4

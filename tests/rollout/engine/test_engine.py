@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device import model_runner
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 from tests.rollout.engine.engines import content

@@ -83,7 +83,7 @@ def test_a_limit_that_is_no_integer_from_one_is_refused(model: Any, settings: An
 
 
 def test_an_eos_outside_the_vocabulary_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="eos_token_id 60"):
+    with pytest.raises(ValueError, match="eos_token_id must be an integer in .0, 59., got 60"):
         RolloutEngine(model, eos_token_id=[1, 60])
 
 

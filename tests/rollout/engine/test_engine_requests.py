@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from rl_consistency.rollout.completion import FailedRequestsError
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import content, engine_of, is_idle
 
@@ -182,7 +182,7 @@ def test_integers_of_any_kind_are_taken(model: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("eos", ["2", 2.0, [2.0], [None], True])
 def test_an_eos_that_is_no_integer_is_refused(model: Any, eos: Any) -> None:
-    with pytest.raises(ValueError, match="eos_token_id must be a token id, a sequence of them or"):
+    with pytest.raises(ValueError, match="each eos_token_id must be an integer in"):
         RolloutEngine(model, eos_token_id=eos)
 
 

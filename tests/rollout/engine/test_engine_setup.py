@@ -92,9 +92,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool, bool
 def with_graphs(engine: RolloutEngine) -> RolloutEngine:
     """The engine as it is on a GPU, where it has a place for graphs."""
     runner = engine._runner
-    runner.decode_graphs = DecodeGraphs(
-        runner._state, runner._cache, runner._decode, capacity=64, prepare=lambda: None
-    )
+    runner.decode_graphs = DecodeGraphs(*runner.parts, capacity=64)
     return engine
 
 

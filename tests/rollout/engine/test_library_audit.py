@@ -128,9 +128,7 @@ def test_graphs_captured_before_a_withdrawal_are_dropped(
     dropped: list[int] = []
     monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(1))
     runner = engine._runner
-    runner.decode_graphs = DecodeGraphs(
-        runner._state, runner._cache, runner._decode, capacity=64, prepare=lambda: None
-    )
+    runner.decode_graphs = DecodeGraphs(*runner.parts, capacity=64)
     engine.warm_up(PARAMS, batch_sizes=[])
     assert not dropped
     for count, key in enumerate(KEYS, start=1):
