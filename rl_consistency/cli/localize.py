@@ -178,7 +178,8 @@ def _read(directory: Path, args: argparse.Namespace) -> nn.Module:
     """The model of a directory, in the dtype and on the device that are asked for."""
     device = chosen_device(args.device or "cpu")
     own = getattr(read_config(directory), "dtype", None) or torch.float32
-    return read_model(directory, getattr(torch, args.dtype) if args.dtype else own).to(device)
+    model: Any = read_model(directory, getattr(torch, args.dtype) if args.dtype else own)
+    return model.to(device)
 
 
 def _print(found: Localization) -> None:
