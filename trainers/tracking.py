@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -47,21 +47,14 @@ OUTPUT_ERRORS = (OSError, ValueError, SystemExit)
 """Of a console that cannot be written to; rich exits where its reader has left."""
 
 
-class Tracker(Protocol):
-    """Receives the metrics of each step, steps strictly ascending, and whether the run failed."""
-
-    def log(self, step: int, metrics: Metrics) -> None: ...
-
-    def close(self, *, failed: bool = False) -> None: ...
-
-
 class TrackerSet:
     """Several trackers as one; a context manager that closes them all, even if one fails.
 
-    The run failed where the block raises or sets `failed`.
+    Each is told the metrics of a step, `log(step, metrics)`, and at the end `close(failed=...)`:
+    the run failed where the block raises or sets `failed`.
     """
 
-    def __init__(self, trackers: Iterable[Tracker]) -> None:
+    def __init__(self, trackers: Iterable[Any]) -> None:
         self._trackers = list(trackers)
         self.failed = False
 
@@ -102,10 +95,9 @@ class RunOutput:
         """Another way to say lines, under the same rule."""
 
         def guarded(line: str) -> None:
-            if self.failure is not None:
-                return
             try:
-                say(line)
+                if self.failure is None:
+                    say(line)
             except OUTPUT_ERRORS as error:
                 if not self.defers:
                     raise
@@ -174,14 +166,14 @@ class ConsoleTable:
 
     def tell(self, line: str) -> None:
         """How far the step is."""
-        quiet = self.REFRESH_SECONDS if self._console.is_terminal else self.QUIET_SECONDS
-        if self._clock() - self._last_told < quiet:
-            return
-        self._last_told, self._progress = self._clock(), line
-        if self._console.is_terminal:
-            self._refresh()
-        else:
-            self._print(line)
+        live = self._console.is_terminal
+        quiet = self.REFRESH_SECONDS if live else self.QUIET_SECONDS
+        if self._clock() - self._last_told >= quiet:
+            self._last_told, self._progress = self._clock(), line
+            if live:
+                self._refresh()
+            else:
+                self._print(line)
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._last_told, self._progress = self._clock(), ""
@@ -255,9 +247,7 @@ class WandbTracker:
     `mode` "offline" needs neither key nor network; upload later with `wandb sync`. Where wandb
     cannot go on (no network at the start, a full disk, its process gone), `warn` is called once
     and the rest of the run is not logged there. `samples` gives the completions of the logged step
-    that people are shown, as a table.
-
-    Raises: ImportError when wandb is not installed, ValueError on another mode than the two.
+    that people are shown, as a table. `check_wandb` says beforehand whether wandb is there.
     """
 
     def __init__(
@@ -267,19 +257,15 @@ class WandbTracker:
         directory: str | os.PathLike[str],
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
-        mode: str = "offline",
+        mode: Literal["offline", "online"] = "offline",
         run_id: str | None = None,
         samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
         take_mismatch: Callable[[], Mismatch | None] = lambda: None,
         decode: Callable[[list[int]], str] = str,
         warn: Say = print,
     ) -> None:
-        if mode not in ("offline", "online"):
-            raise ValueError(f"wandb mode must be 'offline' or 'online', got {mode!r}")
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(MISSING) from error
+        import wandb
+
         self._run: wandb.Run | None = None
         self._failures = (OSError, wandb.Error)
         self._samples = samples
@@ -333,10 +319,10 @@ class WandbTracker:
             self._warn(WITHOUT.format(str(error) or type(error).__name__))
 
 
-def trackers_of(run: Any, wandb: WandbSection | None) -> list[Tracker]:
+def trackers_of(run: Any, wandb: WandbSection | None) -> list[Any]:
     """The files of the run's steps, and what its recipe names; `wandb` is of `check_wandb`."""
     config = run.config
-    trackers: list[Tracker] = [run.step_files]
+    trackers: list[Any] = [run.step_files]
     if config.tracking.console:
         trackers.append(ConsoleTable(config.training.steps, progress=run.progress))
     if wandb is not None:

@@ -151,11 +151,6 @@ def test_every_command_explains_itself(name, capsys):
     assert COMMANDS[name] in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_missing_run_directory_is_named(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "absent")]) == 2
-    assert str(tmp_path / "absent") in capsys.readouterr().err
-
-
 def test_the_module_is_the_command_and_loads_nothing_heavy():
     code = (
         "import sys\nsys.argv[1:] = ['--help']\n"

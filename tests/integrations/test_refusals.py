@@ -11,7 +11,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 from rl_consistency.models.families import UnsupportedModelError
-from tests.integrations.trainers import loaded, plain, sft
+from tests.integrations.trainers import plain, sft
 
 
 def set_on(path, value):
@@ -65,6 +65,7 @@ CHANGED = {
     "no eos": (set_on("processing_class.eos_token", None), "tokenizer .*no eos_token"),
     "a rollout of its own": (set_on("rollout_func", print), "rollout_func=.*leave it out"),
     "tools and support": (tools_and_support, r"top_p=0\.9.* with tools: .*without t"),
+    "float16": (lambda trainer: trainer.model.half(), "float16.*load it in bfloat16"),
     "compiled": (set_on("args.torch_compile", True), "torch_compile=True; .*to False"),
     "several GPUs": (set_on("args._n_gpu", 2), r"2 GPUs in one process.*accelerate launch"),
 }
@@ -98,12 +99,6 @@ def test_rules_of_generation_that_say_nothing_are_covered(attach, make):
     assert attach(trainer)
 
 
-def test_a_seam_that_was_replaced_on_the_trainer(attach, make):
-    trainer = make()
-    trainer._generate_single_turn = lambda *given: None
-    check_refused(trainer, attach, TypeError, "_generate_single_turn of its own")
-
-
 def test_a_loss_of_the_models_own(attach, make):
     for name, value in (("loss_function", lambda *given: 0), ("loss_type", "ForMaskedLM")):
         trainer = make(plain)
@@ -120,11 +115,6 @@ def test_gradient_checks_of_a_loss_from_logits(attach, make):
             ValueError, match="check_gradients_every reads scores of calls with lab"
         ):
             attach(trainer, check_gradients_every=1)
-
-
-def test_weights_in_float16(directory, attach, make):
-    trainer = make(model=loaded(directory).half())
-    check_refused(trainer, attach, ValueError, "float16.*load it in bfloat16")
 
 
 def test_a_second_attachment_until_the_first_is_undone(attach, make):
@@ -149,7 +139,11 @@ def test_a_class_that_is_not_covered(cls, attach):
         attach(cls.__new__(cls))
 
 
-def test_a_subclass_with_a_seam_of_its_own(attach, make):
+def test_a_trainer_or_a_subclass_with_a_seam_of_its_own(attach, make):
+    trainer = make()
+    trainer._generate_single_turn = lambda *given: None
+    check_refused(trainer, attach, TypeError, "_generate_single_turn of its own")
+
     class Own(GRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
             return super()._generate_single_turn(*args, **kwargs)
