@@ -19,9 +19,9 @@ from benchmarks.timing import Call, Contestant, Machine, Race
 from benchmarks.tune.shipped import winners_of
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.findings import rows_bucket
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
@@ -31,7 +31,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
-from rl_consistency.tuning.work import fewer_rows, with_fewer, work_of
+from rl_consistency.tuning.policy_works import fewer_rows, with_fewer
 
 GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
@@ -88,8 +88,7 @@ def tuned_product(
     """`product` once `tune` has measured its bucket of rows, as it does for a policy."""
     bucket, setting = rows_bucket(m), Setting(dtype=torch.bfloat16, device=bench.device)
     largest, fewer = (
-        work_of(launches.product(setting, layout, rows, n, k))
-        for rows in (bucket, fewer_rows(bucket))
+        launches.product(setting, layout, rows, n, k) for rows in (bucket, fewer_rows(bucket))
     )
     (work,) = with_fewer([largest], [fewer])
     with winners_of(bench, [work]):

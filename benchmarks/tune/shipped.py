@@ -15,12 +15,11 @@ from benchmarks.shapes import ROWS, WEIGHTS
 from benchmarks.suite import own_winners
 from benchmarks.timing import Machine
 from rl_consistency.cases.case import Setting
-from rl_consistency.cases.launches import product
+from rl_consistency.cases.launches import Launch, product
 from rl_consistency.kernels.core.findings import SHIPPED, Findings, Winner
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.tune import tune_works
-from rl_consistency.tuning.work import Work, work_of
 
 
 def tune_products(machine: Machine) -> dict[str, Winner]:
@@ -28,13 +27,13 @@ def tune_products(machine: Machine) -> dict[str, Winner]:
     works, setting = [], Setting(dtype=torch.bfloat16, device=machine.device)
     for weight, layout, m in itertools.product(WEIGHTS, ("nt", "nn"), ROWS):
         n, k = weight if layout == "nt" else weight[::-1]
-        works.append(work_of(product(setting, layout, m, n, k)))
+        works.append(product(setting, layout, m, n, k))
     with winners_of(machine, works) as store:
         return store.winners
 
 
 @contextmanager
-def winners_of(machine: Machine, works: Sequence[Work]) -> Iterator[Findings]:
+def winners_of(machine: Machine, works: Sequence[Launch]) -> Iterator[Findings]:
     """Inside the block the device has the winners of these works and no others. ConsistencyError
     where a schedule gave other bytes."""
     with own_winners(machine.device) as store:

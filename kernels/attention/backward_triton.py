@@ -274,17 +274,10 @@ def _seven_products(
         HEADS=heads, ROWS=32, HEAD_DIM=call.head_dim, DIM=dim, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     numbers = (
-        call.tables.query_start, call.tables.query_len, call.reach, call.factor, call.scale,
-        *do.stride()[:2], *call.operand_strides,
+        *call.numbers[:2], call.reach, call.factor, call.scale, *do.stride()[:2],
+        *call.operand_strides,
     )  # fmt: skip
-    shared = {
-        "KV_HEADS": kv_heads,
-        "GROUP": call.group,
-        "HEAD_DIM": call.head_dim,
-        "DIM": dim,
-        "WINDOWED": call.windowed,
-        "enable_fp_fusion": False,
-    }
+    shared = {**call.shape, "KV_HEADS": kv_heads, "DIM": dim, "enable_fp_fusion": False}
     tiles = call.layout.tiles(device, call.group, by_query.rows)
     described = by_query.descriptors and describable(k, v)
     attention_dq_kernel[(len(tiles) * kv_heads,)](

@@ -50,17 +50,11 @@ def attention_cpu_fwd(
 
 
 def _fold_tiles(
-    queries: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: TilePlan,
-    tiles: Tensor,
-    scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, tiles: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Outputs [tiles, Hkv, 16, D] and lse [tiles, Hkv, 16] of some tiles, both fp32."""
     # [tiles, 16, Hkv, D] -> [tiles, Hkv, 16, D]
-    q = queries[plan.query_rows[tiles]].transpose(1, 2).float().contiguous()
+    q = q[plan.query_rows[tiles]].transpose(1, 2).float().contiguous()
     positions = plan.query_positions[tiles]
     first, last = plan.first_block[tiles], plan.last_block[tiles]
     m = q.new_full(q.shape[:-1], -math.inf)
@@ -74,9 +68,8 @@ def _fold_tiles(
         span = slice(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
         key_rows = plan.key_rows[plan.sequence[tiles[index]], span]
         seen = visible(positions[index], torch.arange(span.start, span.stop), window)
-        state = _fold_block(
-            q[index], k[key_rows], v[key_rows], seen, m[index], length[index], acc[index], scale
-        )
+        state = m[index], length[index], acc[index]
+        state = _fold_block(q[index], k[key_rows], v[key_rows], seen, state, scale)
         m[index], length[index], acc[index] = state
     empty = length == 0
     out = acc / length.masked_fill(empty, 1.0).unsqueeze(-1) + 0.0
@@ -88,13 +81,12 @@ def _fold_block(
     k: Tensor,
     v: Tensor,
     seen: Tensor,
-    m: Tensor,
-    length: Tensor,
-    acc: Tensor,
+    state: tuple[Tensor, Tensor, Tensor],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(m, length, acc) after one more block of keys: q and acc [n, Hkv, 16, D], k and v
     [n, 64, Hkv, D], seen [n, 16, 64], m and length [n, Hkv, 16]."""
+    m, length, acc = state
     n, kv_heads, _, _ = q.shape
     dtype = v.dtype
     # [n, 64, Hkv, D] -> [n * Hkv, 64, D]

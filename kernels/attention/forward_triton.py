@@ -15,6 +15,8 @@ All give the same bits: every sum is a chain of matrix steps or an explicit tree
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,8 +28,6 @@ from rl_consistency.kernels.attention.hopper.shared_keys import attention_prefix
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.attention.schedules import (
     PER_CALL,
-    AttentionSchedule,
-    Cut,
     describable,
     lse_dtype,
     plan_forward,
@@ -288,17 +288,12 @@ def attention_fwd(
     window: int | None,
     *,
     into: tuple[Tensor, Tensor] | None = None,
-    schedule: AttentionSchedule | None = None,
-    programs_per_tile: int | None = None,
-    cut: Cut | None = None,
-    shared_schedule: AttentionSchedule | None = None,
+    **given: Any,
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
     `into` holds results of an earlier call for other sequences of the same rows: this call fills in
-    those of its own. Tests and tuning give a `schedule`, the programs that share the key blocks of
-    a tile of few rows, or the whole cut of a ring's tiles, and the schedule of keys that sequences
-    share; none changes a bit.
+    those of its own. What tests and tuning give `plan_forward` to choose with changes no bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
     if into is None:
@@ -311,10 +306,7 @@ def attention_fwd(
         out, lse = into
     if layout.most_queries == 0:
         return out, lse
-    plan = plan_forward(
-        q, k, v, layout, window, schedule=schedule, programs_per_tile=programs_per_tile, cut=cut,
-        shared_schedule=shared_schedule,
-    )  # fmt: skip
+    plan = plan_forward(q, k, v, layout, window, **given)
     call = ForwardCall(
         q=q, k=k, v=v, out=out, lse=lse, layout=layout, scale=scale, window=window, plan=plan
     )

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.cache_write_triton import cache_write
 from rl_consistency.kernels.core.launch import cdiv
 
 ROW_TILE = 16
@@ -46,8 +45,7 @@ def from_host(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class SharedRun:
+class SharedRun(NamedTuple):
     """Consecutive sequences of a call that share keys. Example: SharedRun(4, 8, 2048) says that the
     first 2,048 keys of sequences 4 to 11 lie in the same blocks."""
 
@@ -57,8 +55,7 @@ class SharedRun:
     """Number of shared keys; all stand before the first query of each sequence."""
 
 
-@dataclass(frozen=True, eq=False)
-class SharedTables:
+class SharedTables(NamedTuple):
     """The runs of a call as int32 tensors on a GPU."""
 
     runs: Tensor
@@ -71,7 +68,7 @@ def shared_arrays(
     runs: Sequence[SharedRun], most: int, sequences: int
 ) -> tuple[list[list[int]], list[int]]:
     """`SharedTables` as lists, filled up to `most` runs."""
-    rows = [[run.first, run.count, run.keys] for run in runs]
+    rows = [list(run) for run in runs]
     keys = [0] * sequences
     for run in runs:
         keys[run.first : run.first + run.count] = [run.keys] * run.count
@@ -330,6 +327,15 @@ class PackedSequences(AttentionLayout):
         return _int64(self.query_starts)[:, None] + _clamped_positions(self.context_lens, width)
 
 
+class Cache(TypedDict):
+    """The fields of `PagedAttention` that say where keys and values lie."""
+
+    slot_mapping: Tensor
+    key_cache: Sequence[Tensor]
+    value_cache: Sequence[Tensor]
+    block_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(AttentionLayout):
     """New tokens of sequences whose keys and values lie in a paged cache (rollout)."""
@@ -354,8 +360,39 @@ class PagedAttention(AttentionLayout):
                     f"paged attention: sequence {i} has {context} tokens but its {len(table)} "
                     f"blocks hold {len(table) * self.block_size}."
                 )
-        numbers = self.query_starts, self.query_lens, self.context_lens
-        _check_runs(self.shared_runs, *numbers, self.block_tables, self.block_size)
+        self._check_runs()
+
+    def _check_runs(self) -> None:
+        """ValueError unless every run says what is true of its sequences."""
+        starts, lens, tables = self.query_starts, self.query_lens, self.block_tables
+        seen: set[int] = set()
+        for run in self.shared_runs:
+            members = range(run.first, run.first + run.count)
+            if not (2 <= run.count <= MOST_SHARERS and 0 <= run.first <= len(starts) - run.count):
+                raise ValueError(
+                    f"paged attention: {run} in a call of {len(starts)} sequences; a run has 2 to "
+                    f"{MOST_SHARERS} of them."
+                )
+            if not seen.isdisjoint(members):
+                raise ValueError(f"paged attention: a sequence of {run} is in another run too.")
+            seen.update(members)
+            past = min(self.context_lens[i] - lens[i] for i in members)
+            if not 0 < run.keys <= past:
+                raise ValueError(
+                    f"paged attention: {run}, but one of its sequences has {past} keys before its "
+                    "queries; all shared keys stand before them, and there is at least one."
+                )
+            blocks = cdiv(run.keys, self.block_size)
+            if any(tables[i][:blocks] != tables[run.first][:blocks] for i in members):
+                raise ValueError(
+                    f"paged attention: {run}, but the first {blocks} blocks of its sequences are "
+                    "not the same ones."
+                )
+        ends = (start + queries for start, queries in zip(starts, lens, strict=True))
+        if self.shared_runs and any(end > start for end, start in zip(ends, starts[1:])):
+            raise ValueError(
+                "paged attention: where sequences share keys, the queries stand in their order."
+            )
 
     @property
     def most_runs(self) -> int:
@@ -372,12 +409,9 @@ class PagedAttention(AttentionLayout):
 
     def most_shared_queries(self) -> int:
         """The most query rows from the first one of a run to its last."""
-        return max(
-            self.query_starts[run.first + run.count - 1]
-            + self.query_lens[run.first + run.count - 1]
-            - self.query_starts[run.first]
-            for run in self.shared_runs
-        )
+        starts, lens = self.query_starts, self.query_lens
+        spans = [(run.first, run.first + run.count - 1) for run in self.shared_runs]
+        return max(starts[last] + lens[last] - starts[first] for first, last in spans)
 
     @_once
     def by_past(self) -> tuple[PackedSequences | None, PagedAttention | None]:
@@ -392,15 +426,8 @@ class PagedAttention(AttentionLayout):
             return packed, None
         starts, lens, contexts = zip(*(spans[i] for i in past), strict=True)
         tables = [self.block_tables[i] for i in past]
-        rest = replace(
-            self,
-            query_starts=starts,
-            query_lens=lens,
-            context_lens=contexts,
-            block_tables=tables,
-            shared_runs=(),
-        )
-        return packed, rest
+        own = {"query_starts": starts, "query_lens": lens, "context_lens": contexts}
+        return packed, replace(self, **own, block_tables=tables, shared_runs=())
 
     def block_table(self) -> Tensor:
         longest = max((len(table) for table in self.block_tables), default=0)
@@ -412,10 +439,6 @@ class PagedAttention(AttentionLayout):
         positions = _clamped_positions(self.context_lens, width)
         blocks = tables.gather(1, positions // self.block_size)
         return blocks * self.block_size + positions % self.block_size
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values, [T, Hkv, D], in their slots."""
-        cache_write(k, v, self.key_cache[layer], self.value_cache[layer], self.slot_mapping)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,10 +462,7 @@ class CapturedPagedAttention(PagedAttention):
         *,
         queries: int,
         capacity: int,
-        slot_mapping: Tensor,
-        key_cache: Sequence[Tensor],
-        value_cache: Sequence[Tensor],
-        block_size: int,
+        **cache: Unpack[Cache],
     ) -> CapturedPagedAttention:
         """`queries` rows for each sequence of `numbers`, contexts of at most `capacity` keys."""
         sequences = numbers.query_len.shape[0]
@@ -451,28 +471,18 @@ class CapturedPagedAttention(PagedAttention):
             query_lens=[min(queries, capacity)] * sequences,
             context_lens=[capacity] * sequences,
             block_tables=(),
-            slot_mapping=slot_mapping,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            block_size=block_size,
             numbers=numbers,
+            **cache,
         )
 
     @classmethod
     def interrupted(
-        cls,
-        attend: Attend,
-        used: Tensor,
-        *,
-        slot_mapping: Tensor,
-        key_cache: Sequence[Tensor],
-        value_cache: Sequence[Tensor],
-        block_size: int,
+        cls, attend: Attend, used: Tensor, **cache: Unpack[Cache]
     ) -> CapturedPagedAttention:
         """A call whose other ops are captured. Each replay brings its own layout for `attend`.
 
-        New tokens' keys and values go to `slot_mapping`. To other ops the tokens are one sequence
-        from row 0 on; `used` [1] int32 is the number of rows that are tokens.
+        To other ops the tokens are one sequence from row 0 on; `used` [1] int32 is the number of
+        rows that are tokens.
         """
         table = torch.zeros(1, 1, dtype=torch.int32, device=used.device)
         return cls(
@@ -480,12 +490,9 @@ class CapturedPagedAttention(PagedAttention):
             query_lens=(),
             context_lens=(),
             block_tables=(),
-            slot_mapping=slot_mapping,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            block_size=block_size,
             attend=attend,
             numbers=SequenceTables(torch.zeros_like(used), used, used, table),
+            **cache,
         )
 
     def __post_init__(self) -> None:
@@ -526,55 +533,15 @@ class CapturedPagedAttention(PagedAttention):
 
     def in_force(self) -> PagedAttention:
         """The layout of the current `numbers`, on the host."""
-        shared = self.numbers.shared and self.numbers.shared.runs.tolist()
+        numbers = self.numbers
+        runs = [] if numbers.shared is None else numbers.shared.runs.tolist()
         return PagedAttention(
-            query_starts=self.numbers.query_start.tolist(),
-            query_lens=self.numbers.query_len.tolist(),
-            context_lens=self.numbers.context_len.tolist(),
-            block_tables=self.numbers.block_table.tolist(),
-            slot_mapping=self.slot_mapping,
-            key_cache=self.key_cache,
-            value_cache=self.value_cache,
-            block_size=self.block_size,
-            shared_runs=() if shared is None else [SharedRun(*r) for r in shared if r[2]],
-        )
-
-
-def _check_runs(
-    runs: Sequence[SharedRun],
-    starts: Sequence[int],
-    lens: Sequence[int],
-    contexts: Sequence[int],
-    tables: Sequence[Sequence[int]],
-    block_size: int,
-) -> None:
-    """ValueError unless every run says what is true of the sequences of a paged layout."""
-    seen: set[int] = set()
-    for run in runs:
-        members = range(run.first, run.first + run.count)
-        if not (2 <= run.count <= MOST_SHARERS and 0 <= run.first <= len(starts) - run.count):
-            raise ValueError(
-                f"paged attention: {run} in a call of {len(starts)} sequences; a run has 2 to "
-                f"{MOST_SHARERS} of them."
-            )
-        if not seen.isdisjoint(members):
-            raise ValueError(f"paged attention: a sequence of {run} is in another run too.")
-        seen.update(members)
-        past = min(contexts[i] - lens[i] for i in members)
-        if not 0 < run.keys <= past:
-            raise ValueError(
-                f"paged attention: {run}, but one of its sequences has {past} keys before its "
-                "queries; all shared keys stand before them, and there is at least one."
-            )
-        blocks = cdiv(run.keys, block_size)
-        if any(tables[i][:blocks] != tables[run.first][:blocks] for i in members):
-            raise ValueError(
-                f"paged attention: {run}, but the first {blocks} blocks of its sequences are not "
-                "the same ones."
-            )
-    if runs and any(starts[i] + lens[i] > starts[i + 1] for i in range(len(starts) - 1)):
-        raise ValueError(
-            "paged attention: where sequences share keys, the queries stand in their order."
+            query_starts=numbers.query_start.tolist(),
+            query_lens=numbers.query_len.tolist(),
+            context_lens=numbers.context_len.tolist(),
+            block_tables=numbers.block_table.tolist(),
+            shared_runs=[SharedRun(*run) for run in runs if run[2]],
+            **{name: getattr(self, name) for name in Cache.__annotations__},
         )
 
 

@@ -86,11 +86,6 @@ def scanned(most_blocks: int) -> int:
     return max(16, next_power_of_2(most_blocks))
 
 
-def reach(window: int | None) -> int:
-    """A call's window as the kernels take it."""
-    return NO_WINDOW if window is None else min(window, NO_WINDOW)
-
-
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the log-sum-exp that is kept for the backward pass.
 
@@ -336,8 +331,9 @@ def plan_forward(
     schedule: AttentionSchedule | None = None, programs_per_tile: int | None = None,
     cut: Cut | None = None, shared_schedule: AttentionSchedule | None = None,
 ) -> ForwardPlan:  # fmt: skip
-    """The plan of a call with at least one query. A schedule, number of programs or cut that is
-    given replaces the rules' choice.
+    """The plan of a call with at least one query. What is given replaces the rules' choice: a
+    schedule, the programs that share the key blocks of a tile of few rows, or the whole cut of a
+    ring's tiles, and the schedule of keys that sequences share.
 
     ValueError where operands, layout or device do not admit what is given, or have no schedule.
     """
@@ -382,35 +378,14 @@ def plan_forward(
     slices = slices_for(cut, tiles, dim, found.resident * places) if found.spread else 1
     shared = None
     if once:
-        shared = _plan_shared(
-            layout, group, kv_heads, most_blocks, dim, places, shared_schedule, programs_per_tile
-        )
+        assert isinstance(layout, PagedAttention)
+        shared = pick_shared(
+            layout.most_shared_queries() * group, runs=layout.most_runs,
+            likely=cdiv(len(layout.query_lens), MOST_SHARERS), kv_heads=kv_heads,
+            most_blocks=most_blocks, dim=dim, places=places, schedule=shared_schedule,
+            programs=programs_per_tile,
+        )  # fmt: skip
     return plan(schedule=found, cut=cut, slices=slices, shared=shared)
-
-
-def _plan_shared(
-    layout: AttentionLayout, group: int, kv_heads: int, most_blocks: int, dim: int, places: int,
-    schedule: AttentionSchedule | None, programs: int | None,
-) -> SharedPlan:  # fmt: skip
-    """How shared keys are read; a schedule or number of programs that is given replaces the rules'
-    choice."""
-    assert isinstance(layout, PagedAttention)
-    rows = layout.most_shared_queries() * group
-    picked, likely_programs = pick_shared(
-        rows,
-        runs=layout.most_runs,
-        likely=cdiv(len(layout.query_lens), MOST_SHARERS),
-        kv_heads=kv_heads,
-        most_blocks=most_blocks,
-        dim=dim,
-        places=places,
-    )
-    schedule = schedule or picked
-    if schedule.rows > SPLIT_ROWS:
-        programs = 1  # only low tiles are split
-    elif programs is None:
-        programs = likely_programs
-    return SharedPlan(schedule, cdiv(rows, schedule.rows), programs)
 
 
 def _pick_forward(
@@ -497,28 +472,35 @@ def decode_cut(
 ) -> Cut:  # fmt: skip
     """How a ring's tiles, counted once per KV head, are dealt to programs.
 
-    With `read_once` another kernel reads some keys of sequences that share them, and the host does
-    not know how many blocks are left.
+    Where the layout has only bounds of the lengths, no tile is divided that the even cut leaves
+    whole, but those of a round that would be hardly begun. With `read_once` another kernel reads
+    some keys of sequences that share them, and the host does not know how many blocks are left.
     """
     dim = padded(head_dim)
     most_blocks = seen_blocks(layout.longest_context, layout, head_dim, window)
+    blocks = seen_blocks(layout.mean_context, layout, head_dim, window)
     plain = programs_for(tiles, most_blocks, most_rows, dim, multiprocessors)
-    if most_rows > SPLIT_ROWS or read_once:
-        return Cut.even(tiles, plain)
+    even = Cut.even(tiles, plain)
+    filled = FILLED * multiprocessors <= even.programs <= multiprocessors
+    if most_rows > SPLIT_ROWS or read_once or filled or blocks < FEWEST_BLOCKS:
+        return even
     written = 4 * next_power_of_2(most_rows) * (dim + 9)
-    cut = cut_for(
-        tiles,
-        seen_blocks(layout.mean_context, layout, head_dim, window),
-        written,
-        multiprocessors=multiprocessors,
-        resident=(DECODE_CROWDED if holds_three(head_dim) else DECODE_SPREAD).resident,
-        plain=plain,
-        exact=layout.exact,
-    )
+    ring = DECODE_CROWDED if holds_three(head_dim) else DECODE_SPREAD
+    places = multiprocessors * ring.resident
+    whole = tiles // places * places
+    rest = tiles - whole
+    long = tiles * blocks >= 2 * places * LONG_SHARE and blocks * written <= FOLD_BYTES
+    cut = even
+    if whole:
+        if 0 < 2 * rest <= places:
+            cut = Cut(whole, whole + min(places, rest * blocks))
+    elif layout.exact and long:
+        cut = Cut(0, 2 * places)
+    elif plain > 1:
+        cut = Cut(0, max(even.programs, min(places, tiles * blocks)))
     # There is room for all blocks of a context, also where a window leaves some out.
     room = (tiles - cut.whole) * cdiv(layout.longest_context, key_block(head_dim)) * written
-    fits = room <= SPLIT_BYTES
-    return cut if fits else Cut.even(tiles, plain)
+    return cut if room <= SPLIT_BYTES else even
 
 
 def slices_for(cut: Cut, tiles: int, dim: int, places: int) -> int:
@@ -533,39 +515,6 @@ def slices_for(cut: Cut, tiles: int, dim: int, places: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def cut_for(
-    tiles: int,
-    blocks: int,
-    written_bytes: int,
-    *,
-    multiprocessors: int,
-    resident: int,
-    plain: int,
-    exact: bool,
-) -> Cut:
-    """The cut of `tiles`, counted once per KV head, of `blocks` key blocks each on average.
-
-    `written_bytes` are those of a written block, `resident` the programs that a multiprocessor
-    holds. `plain` is the number of programs for each tile that fills the device once, or 1.
-    Unless the number of blocks is `exact`, and not just a bound, no tile is divided that `plain`
-    leaves whole, but those of a round that would be hardly begun.
-    """
-    places = multiprocessors * resident
-    whole = tiles // places * places
-    rest = tiles - whole
-    even = Cut.even(tiles, plain)
-    filled = FILLED * multiprocessors <= even.programs <= multiprocessors
-    if filled or blocks < FEWEST_BLOCKS:
-        return even
-    if whole:
-        hardly_begun = 0 < 2 * rest <= places
-        return Cut(whole, whole + min(places, rest * blocks)) if hardly_begun else even
-    long = tiles * blocks >= 2 * places * LONG_SHARE and blocks * written_bytes <= FOLD_BYTES
-    if exact and long:
-        return Cut(0, 2 * places)
-    return even if plain == 1 else Cut(0, max(even.programs, min(places, tiles * blocks)))
-
-
 def reads_once(k: Tensor, layout: AttentionLayout, window: int | None) -> bool:
     """Whether a ring leaves keys that sequences share to another kernel."""
     shared = isinstance(layout, PagedAttention) and layout.most_runs > 0
@@ -573,9 +522,11 @@ def reads_once(k: Tensor, layout: AttentionLayout, window: int | None) -> bool:
 
 
 def pick_shared(
-    rows: int, *, runs: int, likely: int, kv_heads: int, most_blocks: int, dim: int, places: int
-) -> tuple[AttentionSchedule, int]:
-    """(schedule, programs that share a tile's blocks) for runs of up to `rows` rows of a KV head.
+    rows: int, *, runs: int, likely: int, kv_heads: int, most_blocks: int, dim: int, places: int,
+    schedule: AttentionSchedule | None = None, programs: int | None = None,
+) -> SharedPlan:  # fmt: skip
+    """How the keys of runs of up to `rows` rows of a KV head are read; a schedule or number of
+    programs that is given replaces the rules' choice.
 
     A launch has room for `runs`, of which `likely` are there. Where low tiles of these leave half
     of the places empty, programs share their blocks, if those fit `SPLIT_BYTES`. Else the lowest
@@ -585,13 +536,17 @@ def pick_shared(
     """
     tiles = cdiv(rows, SHARED_LOW.rows) * kv_heads
     written = runs * tiles * most_blocks * SHARED_LOW.rows * (dim + 11) * 4
-    programs = min(most_blocks, places // (likely * tiles))
-    if programs > 1 and written <= SPLIT_BYTES:
-        return SHARED_LOW, programs
-    if rows <= SHARED_LOW.rows:
-        return SHARED_LOW, 1
-    high_tiles = likely * cdiv(rows, SHARED_HIGH.rows) * kv_heads
-    return SHARED_DEEP if high_tiles <= places else SHARED_HIGH, 1
+    likely_programs = min(most_blocks, places // (likely * tiles))
+    shares = likely_programs > 1 and written <= SPLIT_BYTES
+    if schedule is None:
+        high_tiles = likely * cdiv(rows, SHARED_HIGH.rows) * kv_heads
+        high = SHARED_DEEP if high_tiles <= places else SHARED_HIGH
+        schedule = SHARED_LOW if shares or rows <= SHARED_LOW.rows else high
+    if schedule.rows > SPLIT_ROWS:
+        programs = 1  # only low tiles are split
+    elif programs is None:
+        programs = likely_programs if shares else 1
+    return SharedPlan(schedule, cdiv(rows, schedule.rows), programs)
 
 
 def pick_backward(described: AttentionSchedule, q: Tensor) -> AttentionSchedule:

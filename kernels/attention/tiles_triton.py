@@ -18,7 +18,7 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
     SequenceTables,
 )
-from rl_consistency.kernels.attention.schedules import LOG2E, ForwardPlan, reach
+from rl_consistency.kernels.attention.schedules import LOG2E, NO_WINDOW, ForwardPlan
 from rl_consistency.kernels.core.launch import tile_descriptor
 from rl_consistency.kernels.reduction.tree_fold_triton import fold_to_lanes, tree_fold
 
@@ -198,6 +198,11 @@ class AttentionCall:
         return self.layout.tables(self.q.device)
 
     @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """First row, queries and keys of each sequence, int32."""
+        return self.tables.query_start, self.tables.query_len, self.tables.context_len
+
+    @property
     def factor(self) -> float:
         """The scale of the scores in log2 units."""
         return self.scale * LOG2E
@@ -205,16 +210,18 @@ class AttentionCall:
     @property
     def reach(self) -> int:
         """The window as kernels take it."""
-        return reach(self.window)
-
-    @property
-    def windowed(self) -> bool:
-        return self.window is not None
+        return NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
 
     @property
     def operand_strides(self) -> tuple[int, ...]:
         """Strides of a token and a head in q, k and v."""
         return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Compile-time arguments of every kernel but those of KV heads and of tiles."""
+        windowed = self.window is not None
+        return {"GROUP": self.group, "HEAD_DIM": self.head_dim, "WINDOWED": windowed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +236,6 @@ class ForwardCall(AttentionCall):
         return self.layout.tiles(self.q.device, self.group, self.plan.schedule.rows)
 
     @property
-    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """First row, queries and keys of each sequence, int32."""
-        return self.tables.query_start, self.tables.query_len, self.tables.context_len
-
-    @property
     def block_size(self) -> int | None:
         """Tokens in one physical block; None where keys are packed."""
         return self.layout.block_size if isinstance(self.layout, PagedAttention) else None
@@ -246,13 +248,11 @@ class ForwardCall(AttentionCall):
     def constants(self) -> dict[str, Any]:
         """Compile-time arguments and options that the Triton kernels share."""
         return {
+            **self.shape,
             "KV_HEADS": self.kv_heads,
-            "GROUP": self.group,
             "ROWS": self.plan.schedule.rows,
             "KEYS": self.plan.keys,
-            "HEAD_DIM": self.head_dim,
             "DIM": self.plan.columns,
-            "WINDOWED": self.windowed,
             "num_stages": self.plan.schedule.stages,
             "enable_fp_fusion": False,
         }

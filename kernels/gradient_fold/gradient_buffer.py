@@ -240,17 +240,14 @@ def filled(parameter: Tensor, *, zeroed: bool) -> Tensor:
 
 def add_up(accumulators: list[Tensor | None], out: Tensor) -> Tensor:
     """out <- the sum of the accumulators, in their order and dtype, rounded once."""
-    parts = [part for part in accumulators if part is not None]
-    if len(parts) > 1 and parts[0].dtype == out.dtype:
-        # An embedding table is large: this takes no temporary and few passes.
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-        return out
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return out.copy_(total)
+    first, *others = (part for part in accumulators if part is not None)
+    if not others or first.dtype != out.dtype:
+        return out.copy_(sum(others, first))
+    # An embedding table is large: this takes no temporary and few passes.
+    torch.add(first, others[0], out=out)
+    for part in others[1:]:
+        out.add_(part)
+    return out
 
 
 class GradientBuffer:
@@ -327,7 +324,9 @@ class GradientBuffer:
     def begin(self, op: int, accumulates: bool) -> Tensor | None:
         """The accumulator that a pass continues, None where it starts from zero; `op` as autograd
         numbers it, `accumulates` as `adds_to_gradient` tells."""
-        return self._gradient.begin(self._use, op, accumulates)
+        self._gradient._op = op
+        self._gradient._enter(self._use, accumulates)
+        return self._gradient._accumulators[self._use]
 
     def finish(self, accumulator: Tensor) -> Tensor | None:
         """What a backward function returns for the parameter once its use is folded."""
@@ -367,11 +366,6 @@ class _Gradient:
     def name(self) -> str:
         """What errors call the parameter."""
         return f"a parameter of shape {tuple(self.parameter.shape)}"
-
-    def begin(self, use: int, op: int, accumulates: bool) -> Tensor | None:
-        self._op = op
-        self._enter(use, accumulates)
-        return self._accumulators[use]
 
     def finish(self, use: int, accumulator: Tensor) -> Tensor | None:
         self._accumulators[use] = accumulator
@@ -438,11 +432,12 @@ class _Gradient:
         if left is None or gradient is None:
             return None
         left.resumed = -1
-        # A graph would copy the kernel's table again, from memory that is gone when it is replayed.
-        if not gradient.is_cuda or torch.cuda.is_current_stream_capturing():
-            return None
         parts = [part for part in left.accumulators if part is not None]
-        if not 1 <= len(parts) <= 2 or gradient.device.index != torch.cuda.current_device():
+        if not gradient.is_cuda or not 1 <= len(parts) <= 2:
+            return None
+        # A graph would copy the kernel's table again, from memory that is gone when it is replayed.
+        captured = torch.cuda.is_current_stream_capturing()
+        if captured or gradient.device.index != torch.cuda.current_device():
             return None
         found = Resumed(gradient, *parts)
         return (left, found) if found.fits else None
@@ -522,9 +517,8 @@ class _Gradient:
             return ""
         return (
             f"the loss depends on {len(self._folded)} of the {self.uses} uses of {self.name}, "
-            "which torch.autograd.grad and parameters "
-            "with hooks or other terms of the loss do not cover. Call backward() for these terms "
-            "alone, remove the hooks, and read .grad."
+            "which torch.autograd.grad and parameters with hooks or other terms of the loss do not "
+            "cover. Call backward() for these terms alone, remove the hooks, and read .grad."
         )
 
     def abandon(self, lost: bool, latest: int) -> None:

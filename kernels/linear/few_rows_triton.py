@@ -6,7 +6,7 @@ Dtypes and rounding points: those of the separate ops: each product is rounded t
     the gated activation is computed in fp32 and rounded once.
 Order: `matmul.ORDER` for each product, `glu.ORDER` for the activation.
 Invariant to, varies with: as `matmul`; fused and separate ops give the same bytes.
-Backward, errors: none; `linear.op` checks, and refuses calls that want a gradient.
+Errors: none; `linear.op` checks, and refuses calls that want a gradient.
 Cost: one launch instead of three; each weight is read once.
 """
 

@@ -65,7 +65,7 @@ def linear(
     weight_grad: GradientBuffer | None = None,
     bias_grad: GradientBuffer | None = None,
 ) -> Tensor:
-    """Affine map of the last dimension.
+    """Affine map of the last dimension -> [..., N] in the dtype of x.
 
     Args:
         x: [..., K].
@@ -74,9 +74,6 @@ def linear(
         weight_grad: buffer that dW is folded into; without it autograd receives dW, folded from
             zero.
         bias_grad: the same for dbias.
-
-    Returns:
-        [..., N] in the dtype of x.
     """
     require_fitting("linear", x, weight, bias)
     return apply(LinearFunction, x, weight, bias, weight_grad, bias_grad)
@@ -92,17 +89,8 @@ def glu_linear(
     weight_grad: GradientBuffer | None = None,
     bias_grad: GradientBuffer | None = None,
 ) -> Tensor:
-    """The bytes of `linear(glu(gate, up, activation), weight, bias)`, and of its gradients.
-
-    Args:
-        gate: [..., K].
-        up: as gate.
-        weight: as `bias`, `weight_grad` and `bias_grad` those of `linear`.
-        activation: one of `glu.ACTIVATIONS`.
-
-    Returns:
-        [..., N] in the dtype of gate.
-    """
+    """The bytes of `linear(glu(gate, up, activation), weight, bias)`, and of its gradients, from
+    gate and up [..., K]; the other arguments are those of `linear` and `glu`."""
     require_gated(gate, up, activation)
     require_fitting("glu_linear", gate, weight, bias)
     return apply(GLULinearFunction, gate, up, weight, bias, activation, weight_grad, bias_grad)
@@ -115,13 +103,7 @@ def linear_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The bytes of three calls of `linear`, without gradients; few rows on CUDA take one launch.
 
-    Args:
-        x: [..., K].
-        weights: three [N_i, K].
-        biases: three, each [N_i] or None.
-
-    Returns:
-        Three [..., N_i].
+    x is [..., K], a weight [N_i, K], a bias [N_i] or None; the results are three [..., N_i].
     """
     _require_no_gradient("linear_qkv", x, *weights, *biases)
     for weight, bias in zip(weights, biases, strict=True):

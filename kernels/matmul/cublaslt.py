@@ -9,10 +9,8 @@ the device. `audit` computes some calls again, on a sample of rows.
 The library is preferred from a number of rows on, which each kind of product states.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
-Dtypes and rounding points: as `matmul`.
-Order: `matmul.ORDER`; for `outer_from_zero` that of `gradient_fold` from zero.
-Invariant to, varies with: as `matmul`; a difference found withdraws the certificate.
-Backward: none.
+Dtypes, rounding points, order, invariance: those of `matmul`, and of `gradient_fold` from zero; a
+    difference found withdraws the certificate.
 Errors: none; `audit.schedule_audit` reports differences, a damaged file of findings warns.
 Cost: eight products once per certificate, 64 rows of one product per audit.
 """

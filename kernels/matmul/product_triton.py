@@ -1,12 +1,9 @@
 """Triton schedules of the matmul order: y = a b^T + bias or a b.
 
 Shapes: a [M, K]; b [N, K] (layout "nt") or [K, N] ("nn"); bias [N] or None -> [M, N].
-Dtypes and rounding points, order: those of `matmul`.
-Invariant to: M, the position of a row, every field of a `Schedule`.
-Varies with: K; operand dtype.
-Backward: none.
+Dtypes, rounding points, order, invariance: those of `matmul`; no field of a `Schedule` changes a
+    bit.
 Errors: ValueError on a descriptor schedule for operands that descriptors cannot address.
-Cost: see docs/speed.md.
 
 Every launch turns off floating-point contraction, so that the compiler cannot fuse the addition of
 the bias with anything.

@@ -74,7 +74,7 @@ def embedding(
     weight_grad: GradientBuffer | None = None,
     check_ids: bool = True,
 ) -> Tensor:
-    """Look up one row per token.
+    """Look up one row per token -> [..., H] in the dtype of weight.
 
     Args:
         token_ids: [...] int64.
@@ -82,9 +82,6 @@ def embedding(
         padding_idx: the token whose row receives no gradient.
         weight_grad: buffer that the gradient is folded into.
         check_ids: whether to check the ids; False if the caller knows they are valid.
-
-    Returns:
-        [..., H] in the dtype of weight.
     """
     require_operands("embedding", weight=weight)
     if token_ids.dtype != torch.int64:
@@ -94,7 +91,8 @@ def embedding(
             f"embedding: token ids are on {token_ids.device} but the table is on {weight.device}; "
             "move them to one device."
         )
-    if check_ids and token_ids.numel() and _host_may_read(token_ids):
+    reads = check_ids and token_ids.numel() > 0 and not torch.compiler.is_compiling()
+    if reads and not (token_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         low, high = (int(v) for v in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
             raise ValueError(
@@ -102,12 +100,6 @@ def embedding(
                 "Use the tokenizer that belongs to the model."
             )
     return apply(_Embedding, token_ids, weight, padding_idx, weight_grad)
-
-
-def _host_may_read(token_ids: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return not (token_ids.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Embedding(torch.autograd.Function):

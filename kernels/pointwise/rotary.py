@@ -166,15 +166,11 @@ rotary_op = kernel_op(fake=_rotary_fake, name="rotary_op")(rotary_fwd)
 
 
 def rotary_table(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> Tensor:
-    """Cosines and sines of positions 0 .. num_positions - 1.
+    """Cosines and sines of positions 0 .. num_positions - 1, times `scaling` (YaRN's attention
+    factor).
 
-    Args:
-        inv_freq: [D/2] fp32 inverse frequencies, on any device.
-        num_positions: rows of the table.
-        scaling: factor on both (YaRN's attention factor).
-
-    Returns:
-        [2, num_positions, D/2] fp32 on the device of inv_freq; index 0 holds cosines, 1 sines.
+    inv_freq is [D/2] fp32, inverse frequencies on any device; the result is [2, num_positions, D/2]
+    fp32 there, first cosines, then sines.
     """
     # On the CPU for every device: a GPU's fp64 cosine may round differently.
     positions = torch.arange(num_positions, dtype=torch.float64)

@@ -53,7 +53,7 @@ def rms_norm(
     rows_per_token: int = 1,
     weight_grad: GradientBuffer | None = None,
 ) -> Tensor:
-    """Root-mean-square normalisation of the last dimension.
+    """Root-mean-square normalisation of the last dimension -> the shape and dtype of x.
 
     Args:
         x: [..., H].
@@ -62,9 +62,6 @@ def rms_norm(
         rows_per_token: rows of one token in x (qk-norm: the number of heads); a step of the fold
             takes whole tokens.
         weight_grad: buffer that dweight is folded into.
-
-    Returns:
-        The shape and dtype of x.
     """
     require_norm("rms_norm", weight, x=x)
     return apply(RMSNormFunction, x, None, weight, eps, rows_per_token, weight_grad)
@@ -127,8 +124,9 @@ class RMSNormFunction(torch.autograd.Function):
         dy, dtotal = grad_outputs if len(grad_outputs) == 2 else (grad_outputs[0], None)
         if dy is None:
             return dtotal, dtotal, None, None, None, None
-        weight = ctx.saved_tensors[1]
-        dx, sums = (_backward_cuda if dy.is_cuda else _backward_cpu)(ctx, dy, dtotal)
+        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        dx, sums = (_backward_cuda if dy.is_cuda else _backward_cpu)(ctx, saved, dy, dtotal)
+        weight = saved[1]
         dweight = None
         if ctx.needs_input_grad[2] and dy.is_cuda and ctx.weight_grad is None:
             dweight = folded_step_sums(sums, weight.dtype)
@@ -138,16 +136,16 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, None, None, None
 
 
-def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
+def _backward_cuda(ctx, saved, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
     """dx, and the step sums of dweight where autograd wants it."""
-    x, weight, rstd = ctx.saved_tensors
+    x, weight, rstd = saved
     with_sums = ctx.needs_input_grad[2]
     return rms_norm_bwd_op(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
 
 
-def _backward_cpu(ctx, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor]:
+def _backward_cpu(ctx, saved, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor]:
     """As `_backward_cuda`; dx only where autograd wants it."""
-    x, weight, rstd = ctx.saved_tensors
+    x, weight, rstd = saved
     dy, normalized = dy.float(), x.float() * rstd
     dx, sums = None, dy.new_empty(0)
     if ctx.needs_input_grad[0]:

@@ -1,21 +1,25 @@
-"""Launches and the tables of their schedules: the walks of `verify` and the works of `tune`.
+"""Launches by every entry of their tables of schedules: what `verify` walks and `tune` times.
 
-Every schedule of a launch must give the same bytes, and so must its `ways`. Scales keep results
+Every candidate of a launch must give the same bytes, and so must its `ways`. Scales keep results
 within fp16 where outliers meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
-from rl_consistency.cases.case import EPS, Op, Setting, weight_scale
+from rl_consistency.cases.case import EPS, Op, Setting, as_tuple, weight_scale
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma, sm_count
-from rl_consistency.kernels.gradient_fold import outer_triton, rows_triton
+from rl_consistency.kernels.core.findings import schedule_name
+from rl_consistency.kernels.gradient_fold import outer_triton
 from rl_consistency.kernels.gradient_fold import schedules as folds
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
@@ -23,7 +27,6 @@ from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.linear import few_rows_triton
 from rl_consistency.kernels.linear import schedules as few_rows
 from rl_consistency.kernels.matmul import schedules as products
-from rl_consistency.kernels.matmul.cublaslt import library_outer, library_product
 from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
 from rl_consistency.kernels.pointwise import glu, rotary
@@ -38,32 +41,126 @@ from rl_consistency.kernels.token_logprobs.head_triton import (
 )
 from rl_consistency.kernels.token_logprobs.lm_head import IGNORED
 
+COPY_BANDWIDTH, MATMUL_RATE = 3e12, 6e14
+"""Bytes a second and products a second that bound a launch from below: they order launches, and no
+figure is made of them."""
+
+UNABLE = (OutOfResources, PTXASError, CompilationError, RuntimeError)
+"""What a candidate raises that does not fit; of RuntimeErrors, only the compiler's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch at one size."""
+    """One launch of an op at one shape."""
 
-    name: str
+    op: str
+    shape: Mapping[str, Any]
+    """Names of sizes and their values."""
     operands: Callable[[], tuple[Tensor, ...]]
     """Makes the operands, with the same values at each call."""
-    run: Callable[..., Any]
-    """(schedule, *operands) -> a tensor or a tuple of tensors; it may write into its operands."""
-    schedules: Sequence[Any]
+    candidates: Mapping[str, Op]
+    """Name of a schedule -> the launch by that schedule; it may write into its operands."""
+    picked: str = ""
+    """The candidate that the op's rule takes."""
     ways: Mapping[str, Op] = field(default_factory=dict)
     """Other ways to the same bytes, of the same operands."""
-    library: Mapping[str, Op] = field(default_factory=dict)
-    """The vendor's way to the result, whose bytes may differ."""
-    op: str = ""
-    """The op's name among works; empty where nothing is tuned."""
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    picked: Any = None
-    """The schedule that the op's rule takes."""
     entry: str = ""
-    """The name that a pick looks a winner up by."""
+    """The name that a pick looks a winner up by; empty where none does."""
+    fewer: Launch | None = None
+    """The launch with fewer rows of its bucket, where a winner must not lose to the op's rule."""
     moved: float = 0.0
     """Bytes of operands and results."""
     products: float = 0.0
     """Multiplications of a sum of products."""
+    calls: float = 1.0
+    """How often a step of training makes it."""
+
+    @property
+    def key(self) -> str:
+        """The launch's name in results."""
+        return " ".join([self.op, *(f"{name}={size}" for name, size in self.shape.items())])
+
+    @property
+    def default(self) -> str:
+        """The candidate whose bytes are the reference."""
+        return self.picked if self.picked in self.candidates else next(iter(self.candidates))
+
+    @property
+    def seconds(self) -> float:
+        """What all calls may take in a step, roughly; launches are tuned in this order."""
+        return self.calls * max(self.moved / COPY_BANDWIDTH, 2 * self.products / MATMUL_RATE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the candidates of a launch gave."""
+
+    reference: tuple[Tensor, ...]
+    """The default's results."""
+    default: str
+    equal: dict[str, Op]
+    """Candidates with the reference's bytes."""
+    withdrawn: dict[str, str]
+    """Candidates with other bytes: why."""
+    unable: dict[str, Exception]
+    """Candidates that do not fit this device or do not compile for it: why."""
+
+
+def compare(launch: Launch, operands: tuple[Tensor, ...], only: Iterable[str] = ()) -> Comparison:
+    """Run the candidates, or `only` some and the default, and compare bytes with the default's.
+
+    Each call has operands of its own, since it may write into them. Where no rule picks a default,
+    the first candidate that fits is the reference; ValueError where none does.
+    """
+    wanted, unable = {*only}, {}
+    found: Comparison | None = None
+    for name in dict.fromkeys([launch.default, *launch.candidates]):
+        if wanted and name not in (launch.default, *wanted):
+            continue
+        call = launch.candidates[name]
+        try:
+            result = as_tuple(call(*(x.clone() for x in operands)))
+        except UNABLE as error:
+            if (found is None and launch.picked) or not does_not_compile(error):
+                raise
+            unable[name] = error
+            continue
+        found = found or Comparison(result, name, {}, {}, unable)
+        pairs = zip(result, found.reference, strict=True)
+        if count := sum(_differing(a, b) for a, b in pairs):
+            of = sum(x.numel() for x in result)
+            found.withdrawn[name] = f"{count} of {of} elements differ from {found.default}"
+        else:
+            found.equal[name] = call
+    if found is None:
+        raise ValueError(f"{launch.key}: no schedule of {len(launch.candidates)} fits this device.")
+    return found
+
+
+def does_not_compile(error: Exception) -> bool:
+    """Whether one of `UNABLE` says that a schedule does not fit the device, or does not compile."""
+    return not isinstance(error, RuntimeError) or "PassManager::run failed" in str(error)
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    """Elements whose bytes differ."""
+    if a.numel() == 0:
+        return 0
+    a, b = (x.contiguous().view(torch.uint8).view(*x.shape, -1) for x in (a, b))
+    return int((a != b).any(-1).sum())
+
+
+def candidates(run: Callable[..., Any], table: Iterable[Any]) -> dict[str, Op]:
+    """`run(schedule, *operands)` by every entry of a table, each by its name."""
+    named = ((schedule_name(s) if hasattr(s, "__dict__") else str(s), s) for s in table)
+    return {name: partial(run, schedule) for name, schedule in named}
+
+
+def _tuned(
+    op: str, run: Callable[..., Any], table: Iterable[Any], picked: Any, **fields: Any
+) -> Launch:
+    name = schedule_name(picked)
+    return Launch(op=op, candidates=candidates(run, table), picked=name, **fields)
 
 
 def described(setting: Setting, *widths: int) -> bool:
@@ -78,7 +175,7 @@ def product(
 ) -> Launch:  # fmt: skip
     """[m, k] times a weight: y = x W^T ("nt", weight [n, k]) or dx = dy W ("nn", weight [k, n]).
 
-    With `every` schedule, or those worth timing.
+    By `every` schedule, or by those worth timing.
     """
     dtype, out = setting.dtype, out_dtype or setting.dtype
     weight = (n, k) if layout == "nt" else (k, n)
@@ -91,27 +188,19 @@ def product(
         fitting = schedule.within(SHARED_BYTES, dtype.itemsize, out.itemsize)
         return matmul_fwd(a, b, added, layout, out, fitting)
 
-    def library(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
-        return library_product(a, b, added, layout, out)
-
     fp32, tma = dtype == torch.float32, described(setting, n, k)
     table = products.candidates(m, dtype, tma=tma)
     if every:
         whole = products.POINTER_FP32 if fp32 else products.CANDIDATES
         table = [s for s in whole if tma or s.kind == "pointer"]
-    return Launch(
-        name=f"{k} x {n} {layout}",
-        operands=operands,
-        run=run,
-        schedules=table,
-        library={"cublaslt": library} if m >= 2 and not fp32 else {},
-        op="matmul",
+    return _tuned(
+        "matmul", run, table, products.pick(m, n, k, dtype, layout, tma, out),
         shape={"layout": layout, "m": m, "n": n, "k": k},
-        picked=products.pick(m, n, k, dtype, layout, tma, out),
+        operands=operands,
         entry=products.product_work(layout, dtype, out, tma and not fp32, m, n, k),
         moved=(m * k + n * k) * dtype.itemsize + m * n * out.itemsize,
         products=m * n * k,
-    )
+    )  # fmt: skip
 
 
 def outer(setting: Setting, tokens: int, n: int, k: int, *, fresh: bool = True) -> Launch:
@@ -119,10 +208,8 @@ def outer(setting: Setting, tokens: int, n: int, k: int, *, fresh: bool = True) 
 
     def operands() -> tuple[Tensor, ...]:
         dy, x = setting.drawn((tokens, n), 0), setting.drawn((tokens, k), 1)
-        wide = accumulator_dtype(x)
-        if fresh:
-            return dy, x, torch.zeros(n, k, dtype=wide, device=setting.device)
-        return dy, x, setting.wide((n, k), 2).to(wide)
+        before = torch.zeros(n, k, device=setting.device) if fresh else setting.wide((n, k), 2)
+        return dy, x, before.to(accumulator_dtype(x))
 
     def run(schedule: Any, dy: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
         outer_triton.launch_outer(gradient, dy, x, fresh, schedule)
@@ -132,25 +219,17 @@ def outer(setting: Setting, tokens: int, n: int, k: int, *, fresh: bool = True) 
         fold_outer(gradient, dy, x)
         return gradient
 
-    def library(dy: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
-        return library_outer(dy, x, gradient)
-
     dtype, tma, processors = setting.dtype, described(setting, n, k), sm_count(setting.device)
-    covered = fresh and dtype != torch.float32 and tokens % 16 == 0
-    return Launch(
-        name=f"{n} x {k}",
-        operands=operands,
-        run=run,
-        schedules=folds.candidates(dtype, tma=tma),
-        ways={} if fresh else {"as dispatched": dispatched},
-        library={"cublaslt": library} if covered else {},
-        op="fold",
+    picked = folds.pick(tokens, n, k, dtype, tma=tma, processors=processors)
+    return _tuned(
+        "fold", run, folds.candidates(dtype, tma=tma), picked,
         shape={"tokens": tokens, "n": n, "k": k},
-        picked=folds.pick(tokens, n, k, dtype, tma=tma, processors=processors),
+        operands=operands,
+        ways={} if fresh else {"as dispatched": dispatched},
         entry=folds.fold_work(tokens, n, k, dtype, tma=tma),
         moved=tokens * (n + k) * dtype.itemsize + n * k * 4,
         products=tokens * n * k,
-    )
+    )  # fmt: skip
 
 
 def qkv(
@@ -173,24 +252,21 @@ def qkv(
         return tuple(matmul_nt(x, w, bias=b, out_dtype=x.dtype) for w, b in pairs)
 
     dtype, total = setting.dtype, sum(columns)
-    return Launch(
-        name="q, k, v",
-        operands=operands,
-        run=run,
-        schedules=few_rows.few_rows_candidates(few_rows.QKV, dtype, tma=False),
-        ways={"against the ops apart": apart},
-        op="qkv",
+    table = few_rows.few_rows_candidates(few_rows.QKV, dtype, tma=False)
+    return _tuned(
+        "qkv", run, table, few_rows.pick_qkv(m, dtype, columns, k),
         shape={"m": m, "n": "+".join(map(str, columns)), "k": k},
-        picked=few_rows.pick_qkv(m, dtype, columns, k),
+        operands=operands,
+        ways={"against the ops apart": apart},
         entry=few_rows.qkv_work(dtype, m, columns, k),
         moved=(total * k + m * (k + total)) * dtype.itemsize,
         products=m * total * k,
-    )
+    )  # fmt: skip
 
 
 def gate_up(setting: Setting, m: int, n: int, k: int, activation: str = "silu") -> Launch:
     """Gate, up and their product for few rows in one launch."""
-    dtype = setting.dtype
+    dtype, tma = setting.dtype, described(setting, k, n)
 
     def operands() -> tuple[Tensor, ...]:
         x = setting.drawn((m, k), 40, 0.01)
@@ -205,20 +281,16 @@ def gate_up(setting: Setting, m: int, n: int, k: int, activation: str = "silu") 
         gate, up = (matmul_nt(x, w, bias=None, out_dtype=dtype) for w in weights)
         return glu.glu_fwd(gate, up, activation)
 
-    tma = described(setting, k, n)
-    return Launch(
-        name=f"gate, up, {activation}",
-        operands=operands,
-        run=run,
-        schedules=few_rows.few_rows_candidates(few_rows.GATE_UP, dtype, tma=tma),
-        ways={"against the ops apart": apart},
-        op="gate_up",
+    table = few_rows.few_rows_candidates(few_rows.GATE_UP, dtype, tma=tma)
+    return _tuned(
+        "gate_up", run, table, few_rows.pick_gate_up(m, n, dtype, tma),
         shape={"m": m, "n": n, "k": k},
-        picked=few_rows.pick_gate_up(m, n, dtype, tma),
+        operands=operands,
+        ways={"against the ops apart": apart},
         entry=few_rows.gate_up_work(dtype, tma, m, n, k),
         moved=(2 * n * k + m * (k + n)) * dtype.itemsize,
         products=2 * m * n * k,
-    )
+    )  # fmt: skip
 
 
 def gated(setting: Setting, direction: str, rows: int, width: int, activation: str) -> Launch:
@@ -229,20 +301,14 @@ def gated(setting: Setting, direction: str, rows: int, width: int, activation: s
             return glu.glu_fwd(first, second, activation, schedule)
         return tuple(glu.glu_bwd(first, second, third, activation, False, schedule))
 
-    dtype, scales = setting.dtype, (0.25, 1 / 64)
-    if direction == "backward":
-        scales = (1 / 64, *scales)
-    return Launch(
-        name=f"{activation} {direction}",
-        operands=lambda: tuple(setting.drawn((rows, width), i, s) for i, s in enumerate(scales)),
-        run=run,
-        schedules=_with_picked(glu.SCHEDULE, glu.CANDIDATES),
-        op=f"glu {direction}",
+    scales = (0.25, 1 / 64) if direction == "forward" else (1 / 64, 0.25, 1 / 64)
+    return _tuned(
+        f"glu {direction}", run, (glu.SCHEDULE, *glu.CANDIDATES), glu.SCHEDULE,
         shape={"tokens": rows, "width": width},
-        picked=glu.SCHEDULE,
-        entry=glu.glu_work(direction, dtype, activation, rows, width),
-        moved=(2 * len(scales) - 1) * rows * width * dtype.itemsize,
-    )
+        operands=lambda: tuple(setting.drawn((rows, width), i, s) for i, s in enumerate(scales)),
+        entry=glu.glu_work(direction, setting.dtype, activation, rows, width),
+        moved=(2 * len(scales) - 1) * rows * width * setting.dtype.itemsize,
+    )  # fmt: skip
 
 
 def rotation(setting: Setting, tokens: int, heads: int, kv_heads: int, dim: int) -> Launch:
@@ -252,18 +318,14 @@ def rotation(setting: Setting, tokens: int, heads: int, kv_heads: int, dim: int)
         q, k = (setting.drawn((tokens, n, dim), i) for i, n in enumerate((heads, kv_heads)))
         return q, k, *(setting.wide((tokens, dim // 2), i, 0.25).clamp(-1, 1) for i in (2, 3))
 
-    dtype = setting.dtype
-    return Launch(
-        name="q and k",
-        operands=operands,
-        run=lambda schedule, q, k, c, s: rotary.rotary_fwd(q, k, c, s, False, schedule),
-        schedules=_with_picked(rotary.SCHEDULE, rotary.CANDIDATES),
-        op="rotary",
+    return _tuned(
+        "rotary", lambda schedule, q, k, c, s: rotary.rotary_fwd(q, k, c, s, False, schedule),
+        (rotary.SCHEDULE, *rotary.CANDIDATES), rotary.SCHEDULE,
         shape={"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
-        picked=rotary.SCHEDULE,
-        entry=rotary.rotary_work(dtype, tokens, heads, kv_heads, dim),
-        moved=2 * tokens * (heads + kv_heads) * dim * dtype.itemsize,
-    )
+        operands=operands,
+        entry=rotary.rotary_work(setting.dtype, tokens, heads, kv_heads, dim),
+        moved=2 * tokens * (heads + kv_heads) * dim * setting.dtype.itemsize,
+    )  # fmt: skip
 
 
 def norm_forward(setting: Setting, rows: int, width: int, *, adds: bool = False) -> Launch:
@@ -277,17 +339,13 @@ def norm_forward(setting: Setting, rows: int, width: int, *, adds: bool = False)
         return rms_norm_fwd(x, rest[0] if adds else None, rest[-1], EPS, schedule)
 
     picked = rms_norm.pick_forward(width)
-    return Launch(
-        name=f"width {width}",
-        operands=operands,
-        run=run,
-        schedules=_with_picked(picked, rms_norm.candidates(width)),
-        op="add_rms_norm forward" if adds else "rms_norm forward",
+    return _tuned(
+        f"{'add_' * adds}rms_norm forward", run, (picked, *rms_norm.candidates(width)), picked,
         shape={"rows": rows, "width": width},
-        picked=picked,
+        operands=operands,
         entry=rms_norm.norm_work("forward", setting.dtype, adds, width, 1, rows),
         moved=(4 if adds else 2) * rows * width * setting.dtype.itemsize,
-    )
+    )  # fmt: skip
 
 
 def norm_backward(
@@ -310,34 +368,15 @@ def norm_backward(
         dx, sums = rms_norm_bwd(dy, added, x, weight, rstd, heads, True, schedule)
         return dx, sums, folded_step_sums(sums, setting.dtype)
 
-    name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
     picked = rms_norm.pick_backward(width, heads)
-    return Launch(
-        name=f"{name}, backward",
-        operands=operands,
-        run=run,
-        schedules=table or _with_picked(picked, rms_norm.candidates(width, heads)),
-        op="add_rms_norm backward" if adds else "rms_norm backward",
+    return _tuned(
+        f"{'add_' * adds}rms_norm backward", run,
+        table or (picked, *rms_norm.candidates(width, heads)), picked,
         shape={"rows": rows, "width": width},
-        picked=picked,
+        operands=operands,
         entry=rms_norm.norm_work("backward", setting.dtype, adds, width, heads, rows),
         moved=(4 if adds else 3) * rows * width * setting.dtype.itemsize,
-    )
-
-
-def gradient_rows(setting: Setting, index: Tensor, height: int, width: int) -> Launch:
-    """A buffer of embedding rows continued over the tokens of `index`, ranked and sorted."""
-
-    def operands() -> tuple[Tensor, ...]:
-        rows, start = setting.drawn((len(index), width), 3), setting.wide((height, width), 4)
-        return start.to(accumulator_dtype(rows)), index, rows
-
-    def run(choice: tuple[Any, bool], buffer: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-        rows_triton.launch_rows(buffer, index, rows, choice[0], ranked=choice[1])
-        return buffer
-
-    table = [(s, ranked) for s in rows_triton.CANDIDATES for ranked in (True, False)]
-    return Launch(name="rows", operands=operands, run=run, schedules=table)
+    )  # fmt: skip
 
 
 def head(setting: Setting, kind: str, rows: int, vocabulary: int, width: int) -> Launch:
@@ -362,28 +401,19 @@ def head(setting: Setting, kind: str, rows: int, vocabulary: int, width: int) ->
         room = torch.zeros(rows, -(-vocabulary // 64) * 64, dtype=dtype, device=device)
         return hidden, weight, table, room
 
-    def statistics(schedule: str, hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
-        return token_statistics(hidden, weight, divisor, True, schedule)
-
-    def gradient(schedule: str, hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor):
-        written = room[:, :vocabulary]
+    def run(schedule: str, hidden: Tensor, weight: Tensor, table: Tensor, *room: Tensor) -> Tensor:
+        if kind == "statistics":
+            return token_statistics(hidden, weight, table, True, schedule)
+        written = room[0][:, :vocabulary]
         token_gradient(hidden, weight, table, written, True, schedule)
         return written
 
     written = rows * vocabulary if kind == "gradient" else 0
-    return Launch(
-        name=f"fused {kind}",
-        operands=operands,
-        run=gradient if kind == "gradient" else statistics,
-        schedules=_with_picked("tma", logprobs.candidates(kind)),
-        op=f"token_logprobs {kind}",
+    return _tuned(
+        f"token_logprobs {kind}", run, ("tma", *logprobs.candidates(kind)), "tma",
         shape={"rows": rows, "n": vocabulary, "k": width},
-        picked="tma",
+        operands=operands,
         entry=logprobs.head_work(kind, dtype, vocabulary, width, rows),
         moved=((rows + vocabulary) * width + written) * dtype.itemsize,
         products=rows * vocabulary * width,
-    )
-
-
-def _with_picked(picked: Any, table: Sequence[Any]) -> list[Any]:
-    return list(dict.fromkeys((picked, *table)))
+    )  # fmt: skip

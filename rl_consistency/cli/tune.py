@@ -17,9 +17,9 @@ from rl_consistency.cli.verify import DTYPES, chosen_device
 if TYPE_CHECKING:
     import torch
 
+    from rl_consistency.cases.launches import Launch
     from rl_consistency.tuning.measure import Outcome
     from rl_consistency.tuning.tune import TuningReport
-    from rl_consistency.tuning.work import Work
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
 SHOWN = 20
@@ -63,7 +63,11 @@ def run(args: argparse.Namespace) -> int:
         def tell(outcome: Outcome | None, name: str) -> None:
             progress.update(task, advance=int(outcome is not None), description=name)
             if outcome is not None and not console.is_terminal:
-                print(line_of(outcome), flush=True)
+                times = f"{outcome.default_us:.1f} -> {outcome.winner_us:.1f} us"
+                found = f"{outcome.winner}{' (known)' if outcome.known else ''}"
+                if outcome.withdrawn:
+                    found += f"  WITHDRAWN: {', '.join(outcome.withdrawn)}"
+                print(f"{outcome.work.key}: {times}  {found}", flush=True)
 
         report = tune_device(works, device, budget=budget, again=args.again, tell=tell)
     show(console, report, works)
@@ -94,32 +98,22 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def line_of(outcome: Outcome) -> str:
-    """One work in one line."""
-    times = f"{outcome.default_us:.1f} -> {outcome.winner_us:.1f} us"
-    known = " (known)" if outcome.known else ""
-    withdrawn = f"  WITHDRAWN: {', '.join(outcome.withdrawn)}" if outcome.withdrawn else ""
-    return f"{outcome.work.key}: {times}  {outcome.winner}{known}{withdrawn}"
-
-
-def show(console: Console, report: TuningReport, works: list[Work]) -> None:
+def show(console: Console, report: TuningReport, works: list[Launch]) -> None:
     """The table of the largest gains, what was withdrawn or left out, and the sum."""
     changed = [outcome for outcome in report.outcomes if outcome.winner != outcome.default]
-    saved = {outcome.work.entry: _saved(outcome) for outcome in changed}
-    changed.sort(key=lambda outcome: -saved[outcome.work.entry])
+    # By the share of a step that a winner saves.
+    changed.sort(key=lambda o: o.work.seconds * (1 - 1 / o.gain), reverse=True)
     if changed:
         table = Table(box=None, title=f"{len(changed)} works with a faster schedule")
         for name in ("work", "default us", "winner us", "gain", "winner"):
             table.add_column(name, justify="right" if "us" in name or name == "gain" else "left")
-        for outcome in changed[:SHOWN]:
-            times = f"{outcome.default_us:.1f}", f"{outcome.winner_us:.1f}"
-            gain = f"{outcome.gain:.2f} x"
-            table.add_row(escape(outcome.work.key), *times, gain, escape(outcome.winner))
+        for o in changed[:SHOWN]:
+            figures = f"{o.default_us:.1f}", f"{o.winner_us:.1f}", f"{o.gain:.2f} x"
+            table.add_row(escape(o.work.key), *figures, escape(o.winner))
         console.print(table)
     for name, reason in report.withdrawn.items():
         console.print(f"[red]withdrawn[/] {escape(name)}: {escape(reason)}", highlight=False)
-    reasons = dict.fromkeys(report.left_out.values())
-    for reason in reasons:
+    for reason in dict.fromkeys(report.left_out.values()):
         names = [name for name, why in report.left_out.items() if why == reason]
         text = f"left out {len(names)}, the op's rule stays: {reason}; the first is {names[0]}"
         console.print(escape(text), highlight=False)
@@ -127,8 +121,3 @@ def show(console: Console, report: TuningReport, works: list[Work]) -> None:
     text = f"{len(report.outcomes)} of {len(works)} works, {known} of them known, "
     text += f"{len(changed)} with a faster schedule, {report.seconds:.0f} s; {report.path}"
     console.print(escape(text), highlight=False)
-
-
-def _saved(outcome: Outcome) -> float:
-    """The share of a step that a winner saves, as `Work.seconds` weighs it."""
-    return outcome.work.seconds * (1 - 1 / outcome.gain)

@@ -105,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
     # None, or a flag's False, was not given; a 0 was.
-    given = {name: getattr(args, name) for name in options}
-    chosen = [name for name in options if given[name] is not None and given[name] is not False]
+    chosen = [name for name in options if not any(getattr(args, name) is x for x in (None, False))]
     if chosen:
         names = " --".join(chosen).replace("_", "-")
         raise ValueError(f"{why}; leave out --{names}.")

@@ -10,7 +10,6 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -73,16 +72,15 @@ def run(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str,
         console.print(f"[red]{cell.name}[/]: {escape(text)}", highlight=False)
     for name, text in missing.items():
         console.print(f"[yellow]not run[/] {name}: {text}", highlight=False)
-    tokens, wrong = (
-        sum(getattr(o, name) for o in outcomes) for name in ("tokens", "mismatched_tokens")
-    )
+    tokens, wrong = sum(o.tokens for o in outcomes), sum(o.mismatched_tokens for o in outcomes)
     same = "[green]one hash per dtype and algorithm[/]"
     verdict = f"[red]{len(why)} runs differ or failed[/]" if why else same
     text = f"{verdict}: {len(cells)} runs of {steps} steps, "
     text += f"{wrong} of {tokens:,} tokens differ from the rollout's, "
     console.print(f"{text}{time.perf_counter() - start:.0f} s", highlight=False)
-    rows = [_record(outcome, why.get(outcome.cell, "")) for outcome in outcomes]
-    return not why, {"steps": steps, "cells": rows, "not_run": missing}
+    rows = [vars(o.cell) | vars(o) | {"failure": why.get(o.cell, "")} for o in outcomes]
+    kept = [{k: v for k, v in row.items() if k not in ("cell", "mutant", "rows")} for row in rows]
+    return not why, {"steps": steps, "cells": kept, "not_run": missing}
 
 
 def hash_table(
@@ -113,40 +111,34 @@ def _worlds(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
 
     from rl_consistency.verify.world.cells import WORLDS
 
-    if device.type == "cuda" and args.device != "cuda":
+    cuda = device.type == "cuda"
+    if cuda and args.device != "cuda":
         raise ValueError(f"--device {args.device}: each process takes its own GPU; use cuda.")
-    most = torch.cuda.device_count() if device.type == "cuda" else WORLDS[-1]
-    possible = [world_size for world_size in WORLDS if world_size <= most]
-    default = possible[:2] if args.mutants else possible
-    given = args.world.split(",") if args.world else map(str, default)
-    worlds = tuple(dict.fromkeys(int(text) if text.isdecimal() else text for text in given))
-    if refused := [size for size in worlds if size not in possible]:
+    most = torch.cuda.device_count() if cuda else WORLDS[-1]
+    possible = {str(size): size for size in WORLDS if size <= most}
+    default = [*possible][: 2 if args.mutants else None]
+    given = dict.fromkeys(args.world.split(",") if args.world else default)
+    if refused := [text for text in given if text not in possible]:
         allowed = f"1 to {WORLDS[-1]}"
-        if device.type == "cuda":
+        if cuda:
             allowed += f", and at most one for each of the {most} GPUs here"
         raise ValueError(f"--world {refused[0]}: numbers of processes split by commas, {allowed}.")
-    if args.mutants and (1 not in worlds or len(worlds) < 2):
+    if args.mutants and ("1" not in given or len(given) < 2):
         raise ValueError("--mutants compares 1 process with several: give --world 1,2 or more.")
-    return worlds  # pyright: ignore[reportReturnType] - all are among those possible
+    return tuple(possible[text] for text in given)
 
 
-def _axes(args: argparse.Namespace) -> tuple[list[str], list[int], list[str], list[str]]:
+def _axes(args: argparse.Namespace) -> tuple[list[Any], ...]:
     """Strategies, micro-batches, dtypes and algorithms asked for."""
-    from rl_consistency.trainers.strategies.build import STRATEGIES
-    from rl_consistency.verify.world.cells import (
-        ALGORITHMS,
-        DTYPES,
-        LARGEST_MICRO_BATCH,
-        MICRO_BATCHES,
-    )
+    from rl_consistency.verify.world import cells
 
-    sizes = range(1, LARGEST_MICRO_BATCH + 1)
+    sizes = range(1, cells.LARGEST_MICRO_BATCH + 1)
     found = []
     for option, asked, default, known in (
-        ("strategy", args.strategy, STRATEGIES, STRATEGIES),
-        ("micro-batch", args.micro_batch, MICRO_BATCHES, sizes),
-        ("dtype", args.dtype, DTYPES, DTYPES),
-        ("algorithm", args.algorithm, ALGORITHMS, ALGORITHMS),
+        ("strategy", args.strategy, cells.STRATEGIES, cells.STRATEGIES),
+        ("micro-batch", args.micro_batch, cells.MICRO_BATCHES, sizes),
+        ("dtype", args.dtype, cells.DTYPES, cells.DTYPES),
+        ("algorithm", args.algorithm, cells.ALGORITHMS, cells.ALGORITHMS),
     ):
         chosen = list(dict.fromkeys(asked or default))
         if unknown := [name for name in chosen if name not in known]:
@@ -162,10 +154,12 @@ def _missing(
     """What cannot be trained here, and why."""
     from rl_consistency.verify.world.cells import ALGORITHMS, DTYPES, left_out
 
-    asked = [s for s in strategies if any(s in ALGORITHMS[name] for name in algorithms)]
-    pairs = product(asked, dtypes)
-    found = {f"{s} {DTYPES[dtype]}": left_out(s, dtype) for s, dtype in pairs}
-    return {name: why for name, why in found.items() if why}
+    return {
+        f"{strategy} {DTYPES[dtype]}": why
+        for strategy, dtype in product(strategies, dtypes)
+        if any(strategy in ALGORITHMS[name] for name in algorithms)
+        if (why := left_out(strategy, dtype))
+    }
 
 
 def _train(
@@ -186,14 +180,8 @@ def _train(
 
 
 def _run_mutants(worlds: Sequence[int], device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.world.controls import control_cells, judge
+    from rl_consistency.verify.world.cells import control_cells, judge
 
     console, start = Console(), time.perf_counter()
     found, controls = judge(_train(console, control_cells(worlds), 1, device))
     return report_mutants(console, found, controls, time.perf_counter() - start)
-
-
-def _record(outcome: Outcome, why: str) -> dict[str, Any]:
-    record = asdict(outcome)
-    del record["rows"], record["cell"]["mutant"]
-    return record.pop("cell") | record | {"failure": why}

@@ -47,10 +47,7 @@ class PartOrder:
         return self.inner * self.outer
 
     def parts(self, num_sequences: int) -> list[range]:
-        """The sequences of each part, by their index in logical order.
-
-        ValueError on fewer sequences than leaves.
-        """
+        """The sequences of each part, by their logical index; ValueError if there are too few."""
         if num_sequences < self.count:
             raise ValueError(
                 f"an optimizer step of {num_sequences} sequences cannot be cut into {self.count} "
@@ -66,8 +63,7 @@ class PartOrder:
 
         An empty range is filler, which keeps the ranks in step where a forward pass gathers
         weights: run any sequence of this rank with weight zero. No order depends on this cut.
-
-        Raises: ValueError on a micro-batch larger than a part.
+        ValueError on a micro-batch larger than a part.
         """
         parts = self.parts(num_sequences)
         largest = max(map(len, parts))
@@ -81,10 +77,8 @@ class PartOrder:
         return [own[run.start : run.stop] for run in cut(len(own), passes)]
 
     def inner_size(self, world_size: int, ranks_per_node: int) -> int:
-        """Ranks that share the parts of one group; they are neighbours, inside a node if possible.
-
-        Raises: ValueError on a number of ranks for which there is no such number.
-        """
+        """Ranks that share the parts of one group: neighbours, inside a node if possible.
+        ValueError on a number of ranks for which there is no such number."""
         fitting = [
             size
             for size in range(1, world_size + 1)

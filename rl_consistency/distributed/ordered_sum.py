@@ -66,10 +66,8 @@ class OrderedSum:
 
     def step(self) -> Iterator[Round]:
         """The rounds of a step, for the caller's loop. What an unfinished step left is dropped."""
-        self._sent.clear()
-        self._added.clear()
-        self._group_carry.clear()
-        self._carry.clear()
+        for kept in (self._sent, self._added, self._group_carry, self._carry):
+            kept.clear()
         for round in self.rounds:
             self._round = round
             yield round
@@ -166,10 +164,9 @@ def _continue(carries: dict[str, Tensor], key: str, chunks: Tensor) -> None:
 class GradientBuckets:
     """Sums gradients by name over the parts of a step; see `OrderedSum`.
 
-    A step: for each round of `step`, `put` every gradient of the part; then `take`, and `gather`
-    where whole gradients are needed. A bucket is sent when it and those before it are full. So all
-    ranks send in one order, that of a backward pass: the last parameters first. Buckets do not
-    change a bit.
+    In each round of `step`, `put` every gradient of the part; then `take`, and `gather` for whole
+    gradients. A bucket is sent when it and those before it are full: all ranks send in one order,
+    that of a backward pass. Buckets do not change a bit.
     """
 
     def __init__(
@@ -189,8 +186,7 @@ class GradientBuckets:
 
     def step(self) -> Iterator[Round]:
         """The rounds of a step, for the caller's loop. The other ranks wait for what this one does
-        not give, so NaN is sent for it, and `take` reports it.
-        """
+        not give, so NaN is sent for it, and `take` reports it."""
         self._missing: list[str] = []
         for round in self._total.step():
             self._given: set[str] = set()
@@ -208,8 +204,7 @@ class GradientBuckets:
         """Give away the finished gradient of a part, fp32: from a post-accumulate-grad hook in the
         part's last micro-batch, which then sets `.grad` to None. What filler gives is not added.
 
-        Raises: TypeError on another dtype; ValueError on an unknown name, another shape or a
-        gradient given twice.
+        TypeError on another dtype, ValueError on an unknown name, another shape or a second time.
         """
         if gradient.dtype != torch.float32:
             raise TypeError(
@@ -231,9 +226,7 @@ class GradientBuckets:
     def take(self) -> dict[str, Tensor]:
         """This rank's part [n] of each flattened gradient, by name, in the order of `shapes`; names
         of which it has nothing are left out. Changes in place enter what `gather` gives.
-
-        Raises: ConsistencyError on every rank if a rank did not give a gradient.
-        """
+        ConsistencyError on every rank if a rank did not give a gradient."""
         lacking = enumerate(self._total.world.gather("missing gradients", self._missing))
         found = [f"rank {r} has no gradient of {', '.join(m[:3])}" for r, m in lacking if m]
         if found:

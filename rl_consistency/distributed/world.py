@@ -67,9 +67,9 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or (
-                type(error) is RuntimeError and _of_gloo(error)
-            ):
+            # gloo's errors have no class of their own.
+            of_gloo = type(error) is RuntimeError and "gloo/transport" in str(error)
+            if isinstance(error, dist.DistError) or of_gloo:
                 with self.naming(what):
                     raise
             raise
@@ -77,9 +77,9 @@ class Group:
     def exchange(self, what: str, vector: Tensor, senders: int) -> Callable[[], Tensor]:
         """Start to send chunk r of [size * n] to rank r, from each of the first `senders` ranks.
 
-        The others send nothing; their vector only says how long a chunk is. The caller keeps
-        `vector` until it has called the result, which gives its chunks [senders, n] in rank order.
-        On CUDA the current stream waits for them, elsewhere the host.
+        The vector of others only says how long a chunk is. The caller keeps `vector` until it has
+        called the result, which gives chunks [senders, n] in rank order. On CUDA the current stream
+        waits for them, elsewhere the host.
         """
         chunks = vector.view(self.size, -1)
         if self.handle is None or not senders:
@@ -124,10 +124,8 @@ class World(Group):
     def join(
         cls, device: torch.device, timeout: timedelta = TIMEOUT, ranks_per_node: int | None = None
     ) -> World:
-        """The ranks of torch's default process group; a world of one where there is none.
-
-        Every rank calls it. `ranks_per_node` is counted by host name if not given.
-        """
+        """The ranks of torch's default process group, which all call it; a world of one where there
+        is none. `ranks_per_node` is counted by host name if not given."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(range(1), 0, device=device)
         ranks = range(dist.get_world_size())
@@ -191,28 +189,22 @@ class World(Group):
         return totals.tolist()
 
     def split(self, inner_size: int) -> tuple[Group, Group]:
-        """This rank's groups: `inner_size` neighbours, and those with its place among theirs.
-
-        Every rank calls it. `inner_size` divides the number of ranks.
-        """
-        firsts = range(0, self.size, inner_size)
-        inner = [range(first, first + inner_size) for first in firsts]
+        """This rank's groups: `inner_size` neighbours, and those with its place among theirs. Every
+        rank calls it. `inner_size` divides the number of ranks."""
+        inner = [range(first, first + inner_size) for first in range(0, self.size, inner_size)]
         across = [range(place, self.size, inner_size) for place in range(inner_size)]
         return self._own_of(inner), self._own_of(across)
 
     def _own_of(self, groups: list[range]) -> Group:
         (own,) = (ranks for ranks in groups if self.rank in ranks)
-        timeout, backend = self.timeout, "nccl" if self.device.type == "cuda" else "gloo"
-        made = {g: _new_group(g, timeout, backend) for g in groups if len(g) > 1}
-        return Group(own, own.index(self.rank), timeout, made.get(own))
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        made = {g: _new_group(g, self.timeout, backend) for g in groups if len(g) > 1}
+        return Group(own, own.index(self.rank), self.timeout, made.get(own))
 
 
 class _TensorPickler(pickle.Pickler):
-    """Sends a tensor's own bytes.
-
-    torch's way sends its whole storage, of which it may be a small view, and opens a file in
-    memory for each: a tenth of a second for the completions of a step.
-    """
+    """Sends a tensor's own bytes. torch sends its whole storage, of which it may be a small view,
+    and opens a file in memory for each: a tenth of a second for the completions of a step."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor:
@@ -232,25 +224,17 @@ def _new_group(ranks: range, timeout: timedelta, backend: str) -> dist.ProcessGr
     return cast(dist.ProcessGroup, made)  # a number on ranks outside, which do not use it
 
 
-def _of_gloo(error: Exception) -> bool:
-    return "gloo/transport" in str(error)  # its errors have no class of their own
-
-
 def require_same_facts(world: World, facts: Mapping[str, str], *, when: str) -> None:
-    """Compare named texts, such as a fingerprint's entries and the digests of recipe and data.
-
-    Every rank calls it. `when` says in the error what the ranks were about to do.
-
-    Raises: ConsistencyError on every rank, naming the ranks that differ from rank 0, and how.
-    """
+    """ConsistencyError on every rank, naming the ranks whose texts differ from those of rank 0:
+    a fingerprint's entries, digests of recipe and data. `when`: before what."""
     first, *others = world.gather(f"facts compared {when}", dict(facts))
     lines = []
     for rank, other in enumerate(others, start=1):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         for name in names[:1]:
-            found, expected = other.get(name, "absent"), first.get(name, "absent")
+            values = f"{other.get(name, 'absent')} != {first.get(name, 'absent')}"
             more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"rank {rank} differs from rank 0 in {name} ({found} != {expected}){more}")
+            lines.append(f"rank {rank} differs from rank 0 in {name} ({values}){more}")
     if lines:
         raise ConsistencyError(
             f"{when}: {'; '.join(lines)}. All ranks must have the same versions, devices, "

@@ -38,13 +38,13 @@ def guarded_backward(
     """The output, whose backward is a ValueError in fp16 and with `create_graph=True`, and a
     ConsistencyError under other numeric settings.
 
-    With `passes` and the `forward` pass that gave the output, it is also a ValueError in a backward
-    pass of another forward pass, and in a second one of this.
+    With the model's `passes` and the `forward` pass that gave the output, a second backward pass of
+    it is a ValueError too, and one that began with another forward pass.
     """
-    half = output.dtype == torch.float16
+    dtype = output.dtype
 
     def guard(gradient: Tensor | None) -> None:
-        if half:
+        if dtype == torch.float16:
             raise ValueError(NO_FP16_TRAINING)
         if torch.is_grad_enabled():
             raise ValueError(
@@ -96,32 +96,28 @@ class CanonicalDecoderLayer(CanonicalModule):
     ) -> tuple[Tensor, Tensor]:
         """The two terms of the layer's output, for an input `total + addend` (None: `total`).
 
-        `rows` [n] int64 are those whose output is wanted, as [1, n, H]; None: all. A layer of
-        experts, which has to know whose rows it gets, takes None alone.
+        `rows` [n] int64 are those wanted, as [1, n, H]; None: all, and for experts nothing else.
         """
         refuse_selective_checkpointing()
         norm = self.input_layernorm
-        if addend is None:
-            normed = norm(total)
-        else:
-            normed, total = norm.after_addition(addend, total)
+        normed, total = (
+            (norm(total), total) if addend is None else norm.after_addition(addend, total)
+        )
+        # By name, as the stock layer passes it: hooks tell the two apart.
+        given: dict[str, Any] = {"hidden_states": normed, "call": call, "cache_index": cache_index}
         if rows is None:
-            # By name, as the stock layer passes it: hooks tell the two apart.
-            attended, _ = self.self_attn(hidden_states=normed, call=call, cache_index=cache_index)
+            attended, _ = self.self_attn(**given)
         else:
-            attended, _ = self.self_attn(
-                hidden_states=normed, call=call, cache_index=cache_index, rows=rows
-            )
+            attended, _ = self.self_attn(**given, rows=rows)
             total = total.index_select(1, rows)
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
-        if not isinstance(self.mlp, CanonicalMoEBlock):
-            return total, self.mlp(normed)
-        return total, self.mlp(normed, call=call)
+        routed = {"call": call} if isinstance(self.mlp, CanonicalMoEBlock) else {}
+        return total, self.mlp(normed, **routed)
 
     def is_plain(self) -> bool:
         """Whether nothing sees the layer's input and output, so that `terms` may stand for a call
-        of it: no hook, wrapper or gradient checkpointing. Torch's has nothing to spare without
-        gradients, and would read random states that a CUDA graph must not."""
+        of it: no hook, wrapper or gradient checkpointing, torch's without gradients excepted."""
+        # That would spare nothing, and read random states that a CUDA graph must not.
         checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
         if checkpointed and (torch.is_grad_enabled() or is_checkpointed_otherwise(self)):
             return False
@@ -132,7 +128,7 @@ class CanonicalBaseModel(CanonicalModule):
     """The decoder without its head: packs any form of batch, and unpacks the result."""
 
     embed_tokens: nn.Embedding
-    layers: nn.ModuleList
+    layers: Any
     norm: CanonicalRMSNorm
     rotary_emb: nn.Module
     guard: Callable[[], Any]
@@ -204,8 +200,7 @@ class CanonicalBaseModel(CanonicalModule):
     ) -> Tensor:
         """The layers and the final norm, where nothing sees a layer's input and output."""
         addend: Any = None
-        layers = layers or list(enumerate(self.layers))
-        *before, (last_index, last) = layers
+        *before, (last_index, last) = layers or enumerate(self.layers)
         for index, layer in before:
             hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
         hidden, addend = last.terms(hidden, addend, call=call, cache_index=last_index, rows=rows)
@@ -250,11 +245,8 @@ class CanonicalCausalLM(CanonicalModule):
         run: Callable[[], tuple[Tensor, ...]] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding.
-
-        With `run`, what it returns: work of this policy that has to pass through the wrappers
-        around it, see `sharding.through`. With labels, what a trainer's `answer` returns.
-        """
+        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding; with `run`,
+        what it returns (see `sharding.through`); with labels, what a trainer's `answer` returns."""
         if run is not None:
             return run()
         if self.answer is not None and kwargs.get("labels") is not None:

@@ -13,7 +13,6 @@ from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
-from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patched_part
@@ -21,10 +20,8 @@ from rl_consistency.numerics.strict import is_canonical
 
 
 def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Hidden states [R, H] of a batch of R rows after the final norm, differentiable.
-
-    Filler rows hold values no sequence depends on.
-    """
+    """Hidden states [R, H] of a batch of R rows after the final norm, differentiable; filler rows
+    hold values no sequence depends on."""
     return _decoder(model).batch_forward(batch)
 
 
@@ -42,8 +39,7 @@ def attend_to_anything(model: Any, paged: PagedAttention) -> None:
     and keys hold anything, and nothing is written to the cache."""
     if not is_canonical("attention"):
         return
-    layers: Any = _decoder(model).layers
-    kinds = {layer.self_attn.window: layer.self_attn for layer in layers}
+    kinds = {layer.self_attn.window: layer.self_attn for layer in _decoder(model).layers}
     (rows,), (_, _, *kv) = paged.slot_mapping.shape, paged.key_cache[0].shape
     q = paged.key_cache[0].new_empty((rows, model.config.num_attention_heads, kv[1]))
     k, v = q.new_empty((2, rows, *kv))
@@ -53,15 +49,14 @@ def attend_to_anything(model: Any, paged: PagedAttention) -> None:
 
 def layer_parameters(model: nn.Module) -> int:
     """Parameters that a row meets in the largest decoder layer: of experts, those of its own."""
-    return max((_met_by_a_row(layer) for layer in _decoder(model).layers), default=0)
-
-
-def _met_by_a_row(layer: nn.Module) -> int:
-    found = sum(parameter.numel() for parameter in layer.parameters())
-    if isinstance(block := layer.mlp, CanonicalMoEBlock):
-        experts = sum(parameter.numel() for parameter in block.experts.parameters())
-        found -= experts - experts * block.gate.top_k // block.gate.weight.shape[0]
-    return found
+    most = 0
+    for layer in _decoder(model).layers:
+        found = sum(parameter.numel() for parameter in layer.parameters())
+        if isinstance(block := layer.mlp, CanonicalMoEBlock):
+            experts = sum(parameter.numel() for parameter in block.experts.parameters())
+            found -= experts - experts * block.gate.top_k // block.gate.weight.shape[0]
+        most = max(most, found)
+    return most
 
 
 def check_forward(model: nn.Module, batch: PackedBatch) -> None:
@@ -108,29 +103,19 @@ def rotary_rows(model: nn.Module, num_positions: int) -> Tensor:
     A later call of the model on longer sequences replaces the table. A caller that reads it by
     address, as a CUDA graph does, has to keep this tensor.
     """
-    rotary = _decoder(model).rotary_emb
-    assert isinstance(rotary, CanonicalRotaryEmbedding)
+    rotary: Any = _decoder(model).rotary_emb
     return rotary.table(num_positions, lm_head_weight(model).device)
 
 
 def lm_head_weight(model: nn.Module) -> nn.Parameter:
     """The LM head's weight, [V, H]."""
-    return _lm_head(model).weight  # type: ignore[return-value]
+    return patched_part(model, "lm_head").weight
 
 
 def lm_head_gradient(model: nn.Module) -> GradientBuffer | None:
     """The buffer that the LM head's gradient is folded into."""
-    head = _lm_head(model)
-    return head.gradient_buffer("weight", head.weight)
-
-
-def _lm_head(model: nn.Module) -> CanonicalLinear:
-    head = patched_part(model, "lm_head")
-    assert isinstance(head, CanonicalLinear)
-    return head
+    return patched_part(model, "lm_head").gradient_buffer("weight")
 
 
 def _decoder(model: nn.Module) -> CanonicalBaseModel:
-    decoder = patched_part(model, "model")
-    assert isinstance(decoder, CanonicalBaseModel)
-    return decoder
+    return patched_part(model, "model")

@@ -17,20 +17,14 @@ _INSTALL = output_capturing.install_output_capuring_hook
 
 
 def asks_for_gradients(hook: Any) -> bool:
-    """Whether a hook is transformers' own that calls `requires_grad_`.
-
-    Gradient checkpointing puts it on the embedding, another one each time it is enabled, and leaves
-    it there when it is disabled. TRL does both in every step.
-    """
+    """Whether a hook is transformers' own that calls `requires_grad_`: gradient checkpointing puts
+    one on the embedding each time it is enabled, and leaves it there."""
     return _is_made_by(hook, _ENABLE, "make_inputs_require_grads")
 
 
 def captures_outputs(hook: Any) -> bool:
-    """Whether a hook is transformers' own that collects hidden states, attentions or router logits.
-
-    The first stock forward that is asked for one of these puts it on the modules. It collects
-    nothing in other forwards.
-    """
+    """Whether a hook is transformers' own that collects hidden states, attentions or router logits:
+    in the stock forwards that are asked for them, and in no other."""
     return _is_made_by(hook, _INSTALL, "output_capturing_hook")
 
 
@@ -58,11 +52,9 @@ def is_checkpointed_otherwise(module: nn.Module) -> bool:
 
 
 def refuse_selective_checkpointing() -> None:
-    """ValueError where checkpointing keeps the results of some ops (`context_fn`).
-
-    What is computed again then takes them by their number. But the first pass also computes what
-    later ones find: layouts, comparisons with libraries. So it would take others, unseen.
-    """
+    """ValueError where checkpointing keeps the results of some ops (`context_fn`)."""
+    # What is computed again takes them by their number. But the first pass also computes what later
+    # ones find, layouts and comparisons with libraries; so it would take others, unseen.
     modes = _get_current_dispatch_mode_stack()
     if any(type(mode).__module__ == checkpoint.__module__ for mode in modes):
         raise ValueError(

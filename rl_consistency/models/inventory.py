@@ -41,14 +41,10 @@ from rl_consistency.models.sharding import is_sharded, of_a_library
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
-_NUM_HOOKS = len(HOOKS)
 
 ACTIVATIONS = (".mlp.act_fn", ".mlp.experts.act_fn")
 UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
 """Modules that the patched forward does not call as stock does; so are all activations."""
-
-ROUTING = (".mlp.gate", ".mlp.experts")
-"""Ends of the names of modules that are given, and give, other tensors than stock's."""
 
 _UNREAD = frozenset(
     (
@@ -60,15 +56,8 @@ _UNREAD = frozenset(
 )
 """Attributes that no covered forward reads, or that the patched forward honours."""
 
-_ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-_READ_OF_CONFIGS = ("sliding_window", "clip_qkv")
-"""Settings that a part takes from its own config at every call, beside the implementations."""
-
+_GELU_TANH = partial(F.gelu, approximate="tanh")
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _GELU_TANH}
 _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_impl"))
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 _ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))
@@ -94,7 +83,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
     try:
         families.check_model(model, sharded=patched and is_sharded(model))
         made = _as_configured(config, families.stock_class(type(model)))
-        return list(_Comparison(model, patched).walk("", model, made))
+        return list(_Comparison(config, patched).walk("", model, made))
     except families.UnsupportedModelError as error:
         return [Fault("", kind, f"is not covered: {str(error).rstrip('.')}")]
 
@@ -102,8 +91,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
 def _as_configured(config: PreTrainedConfig, cls: Any) -> nn.Module:
     """The model that the config makes, without memory; its rotary frequencies are real."""
     config = copy.deepcopy(config)
-    config.pad_token_id = None
-    config._attn_implementation = "eager"
+    config.pad_token_id, config._attn_implementation = None, "eager"
     with torch.device("meta"):
         made = cls(config)
     with torch.device("cpu"):
@@ -114,19 +102,19 @@ def _as_configured(config: PreTrainedConfig, cls: Any) -> nn.Module:
 class _Comparison:
     """Walks a model beside the one that its config makes."""
 
-    def __init__(self, model: nn.Module, patched: bool) -> None:
-        self._config: Any = model.config
-        self._patched = patched
-        self._mixins = families.mixins(self._config)
+    def __init__(self, config: Any, patched: bool) -> None:
+        self._config, self._patched = config, patched
+        self._mixins = families.mixins(config)
 
     def walk(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[Fault]:
         """Faults of a module and of all below it."""
         stock = families.stock_class(type(module))
         fault = partial(Fault, name, stock.__name__)
         if stock is not (right := type(made)):
-            if stock.__name__ == right.__name__:  # another library's
-                fault = partial(Fault, name, f"{stock.__module__}.{stock.__name__}")
-            yield fault(f"has no canonical order: the config makes a {right.__name__} here")
+            another = stock.__name__ == right.__name__  # another library's
+            kind = f"{stock.__module__}.{stock.__name__}" if another else stock.__name__
+            reason = f"has no canonical order: the config makes a {right.__name__} here"
+            yield Fault(name, kind, reason)
             return
         if self._patched and stock in self._mixins and not isinstance(module, CanonicalModule):
             yield fault("runs its stock class")
@@ -144,9 +132,9 @@ class _Comparison:
                 yield Fault(path, type(child).__name__, "is hidden by an attribute")
             else:
                 yield from self.walk(path, found, child)
+        reason = "has no canonical order: the config makes no module here"
         for key in sorted(present.keys() - made._modules.keys()):
             if (extra := present[key]) is not None:
-                reason = "has no canonical order: the config makes no module here"
                 yield Fault(f"{name}.{key}".lstrip("."), type(extra).__name__, reason)
 
     def _own_faults(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[str]:
@@ -172,14 +160,15 @@ class _Comparison:
                 yield f"has {kind[1:]} {found}, and the config makes {right}"
         if "config" in expected:
             yield from self._config_faults(name, own.get("config"))
-        if own.get("_compiled_call_impl") is not None and _on_cpu(module):
+        on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters())
+        if own.get("_compiled_call_impl") is not None and on_cpu:
             yield "is compiled, and compiled code has other bytes on a CPU"
         uncalled = name in UNCALLED or name.endswith(ACTIVATIONS)
         hooks = [hook for kind in HOOKS for hook in own[kind].values()]
         if not all(of_a_library(hook) or captures_outputs(hook) for hook in hooks):
             if uncalled:
                 yield "has a hook, which the patched forward would not run"
-            if name.endswith(ROUTING):
+            if name.endswith((".mlp.gate", ".mlp.experts")):
                 yield "has a hook, which would see other tensors than stock's: ids in their order"
         if name == "model.rotary_emb":
             for key, frequencies in made.named_buffers():
@@ -195,8 +184,9 @@ class _Comparison:
         elif type(config) is not type(self._config):
             yield f"has a {type(config).__name__} in the place of its config"
         elif config is not self._config:  # of a layer that was copied
+            # What a part takes from its own config at every call.
             families.check_implementations(config)
-            for key in _READ_OF_CONFIGS:
+            for key in ("sliding_window", "clip_qkv"):
                 value = getattr(config, key, None)
                 if value != getattr(self._config, key, None):
                     yield f"has {key}={value} in a config of its own"
@@ -204,10 +194,9 @@ class _Comparison:
 
 def _computes(activation: Any, name: str) -> bool:
     """Whether an activation is the one that transformers calls so; its table may be changed."""
-    x = torch.linspace(-6.0, 6.0, 25, device="cpu")
-    right = _ACTIVATIONS[families.ACTIVATIONS[name]](x)
+    x, right = torch.linspace(-6.0, 6.0, 25, device="cpu"), _ACTIVATIONS[families.ACTIVATIONS[name]]
     with torch.no_grad():
-        return torch.allclose(activation.forward(x), right, rtol=1e-5, atol=1e-6)
+        return torch.allclose(activation.forward(x), right(x), rtol=1e-5, atol=1e-6)
 
 
 def _is_read(key: str, cls: type[nn.Module]) -> bool:
@@ -237,19 +226,12 @@ def _plain(value: Any) -> Any:
 
 def _shapes(tensors: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
     """Shapes of whole tensors; ZeRO-3 keeps the shape of an emptied parameter beside it."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in present.items()}
-
-
-def _on_cpu(module: nn.Module) -> bool:
-    return any(parameter.device.type == "cpu" for parameter in module.parameters())
+    return {n: tuple(getattr(t, "ds_shape", t.shape)) for n, t in tensors.items() if t is not None}
 
 
 def _is_rounding_of(buffer: Tensor | None, frequencies: Tensor) -> bool:
-    """Whether a buffer holds the frequencies, perhaps cast as `model.to(dtype)` does.
-
-    The patched forward computes them from the config. Devices differ in the last bits.
-    """
+    """Whether a buffer holds the frequencies, perhaps cast as `model.to(dtype)` does; devices
+    differ in the last bits."""
     if buffer is None or buffer.shape != frequencies.shape:
         return False
     found = buffer.detach().float().cpu()
@@ -262,8 +244,8 @@ class ForwardState(NamedTuple):
     was changed between them."""
 
     hooked: bool
-    """Whether any module has a hook, or a checkpointing of its own: what these read in turn cannot
-    be seen. Hooks that change nothing are not counted (`hooks_and_checkpointing`)."""
+    """Whether any module has a hook that may change something, or a checkpointing of its own: what
+    these read in turn cannot be seen."""
     config: str
     values: tuple[object, ...]
     """Classes, attributes, hooks and identities of all modules, and the functions they call."""
@@ -280,8 +262,7 @@ class ForwardWatch:
 
     def read(self) -> ForwardState:
         """The state now; a module that is gone or lacks an attribute is in it as None."""
-        model: Any = self._model()
-        config = model.config if model is not None else None
+        config: Any = getattr(self._model(), "config", None)
         hooked = False
         values: list[object] = []  # flat: thousands of small tuples would keep the collector busy
         for ref, get in self._parts:
@@ -295,13 +276,14 @@ class ForwardWatch:
             values += (type(module), len(own))
             if (own_config := own.get("config")) is not config:  # of a layer that was copied
                 values.append(own_config and repr(vars(own_config)))
-            if any(rest[:_NUM_HOOKS]):
-                for hooks in rest[:_NUM_HOOKS]:
+            kinds = rest[: len(HOOKS)]
+            if any(kinds):
+                for hooks in kinds:
                     seen = [key for key, hook in hooks.items() if not _changes_nothing(hook)]
                     hooked = hooked or bool(seen)
                     values += seen and (*seen, None)
             hooked = hooked or is_checkpointed_otherwise(module)
-            values += rest[_NUM_HOOKS:]
+            values += rest[len(HOOKS) :]
             for parameter in parameters.values():
                 values += (id(parameter), type(parameter), getattr(parameter, "dtype", None))
             values += map(id, children.values())

@@ -94,17 +94,12 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
         self._gradients: CapturedGradients | None = None
         self._moves = 0
         self._lock = threading.Lock()
-        """Held while graphs are looked for and replayed: all of them share their memory."""
+        """Held while graphs are looked for and replayed, since they share their memory."""
         self._latest: weakref.ref[_Pass] | None = None
         """The pass whose activations lie in the pool."""
 
     def run(
-        self,
-        modules: Sequence[nn.Module],
-        layers: Layers,
-        hidden: Tensor,
-        call: LayerCall,
-        state: Any,
+        self, modules: Sequence[Any], layers: Layers, hidden: Tensor, call: LayerCall, state: Any
     ) -> Tensor:
         """`layers(hidden, call)`, the same bits, replayed where that pays.
 
@@ -113,9 +108,10 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
         """
         if self._lock.acquire(blocking=False):  # else another thread replays
             try:
-                captured = self._found(modules, layers, hidden, call, state)
-                if captured is not None:
-                    return self._replayed(captured, hidden, call)
+                if self._covers(hidden, call, state) and not self._is_busy():
+                    captured = self._found(modules, state, layers, hidden, call)
+                    if captured is not None:
+                        return self._replayed(captured, hidden, call)
                 self._make_room(hidden.shape[1])
             finally:
                 self._lock.release()
@@ -131,17 +127,8 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
         trained, read = captured.gradients.parameters, self._model.parameters
         return _Replayed.apply(hidden, *angles, layout, self, captured, read, *trained)
 
-    def _found(
-        self,
-        modules: Sequence[nn.Module],
-        layers: Layers,
-        hidden: Tensor,
-        call: LayerCall,
-        state: Any,
-    ) -> CapturedLayers | None:
-        """Captured layers for these rows, free to be used; None where ops are to run one by one."""
-        if not self._covers(hidden, call, state) or self._is_busy():
-            return None
+    def _found(self, modules: Sequence[Any], state: Any, *call: Any) -> CapturedLayers | None:
+        """What was captured for `call`: layers, hidden states, `LayerCall`; None: not yet."""
         if self._model is None or self._model.state != state:
             self.drop()
             self._model, self._moves = _Model(state, modules), 0
@@ -153,12 +140,12 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
             if self._moves > MOST_MOVES:
                 self.give_up(1, "weights were moved or frozen again and again")
                 self._moves = 0
-        rows = bucket_of(hidden.shape[1])
+        rows = bucket_of(call[1].shape[1])
         if rows > self._model.most_rows or not self.has_room(rows):
             return None
         if not torch.is_grad_enabled():
             return self._captured.get(rows)
-        return self.get(rows, rows, layers, hidden, call)
+        return self.get(rows, rows, *call)
 
     def _covers(self, hidden: Tensor, call: LayerCall, state: Any) -> bool:
         """Whether a call may run through graphs at all."""
@@ -215,16 +202,9 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
 
     def _make_room(self, rows: int) -> None:
         """Drop all graphs, for good, if a pass of so many rows op by op would lack their memory."""
-        if not (self._captured and torch.is_grad_enabled()) or self._is_busy():
-            return
-        if rows * self._row_bytes > self._place.free():
+        lasting = self._captured and torch.is_grad_enabled() and not self._is_busy()
+        if lasting and rows * self._row_bytes > self._place.free():
             self.give_up(1, "larger steps need the memory")
-
-
-def most_rows(layer: nn.Module) -> int:
-    """The most rows whose pass takes the GPU less time than the host, by a layer's parameters."""
-    parameters = sum(parameter.numel() for parameter in layer.parameters())
-    return int(HOST_SECONDS * OPERATIONS_PER_SECOND / (6 * max(parameters, 1)))
 
 
 class _Model:
@@ -233,7 +213,9 @@ class _Model:
     def __init__(self, state: Any, modules: Sequence[nn.Module]) -> None:
         self.state, self._modules = state, modules
         self.parameters = [p for module in modules for p in module.parameters()]
-        self.most_rows = most_rows(modules[0])
+        of_a_layer = sum(parameter.numel() for parameter in modules[0].parameters())
+        # A pass of more rows takes the GPU longer than the host.
+        self.most_rows = int(HOST_SECONDS * OPERATIONS_PER_SECOND / (6 * max(of_a_layer, 1)))
 
     def addresses(self) -> list[Any]:
         """Where the parameters lie, which are trained, and the products withdrawn so far."""

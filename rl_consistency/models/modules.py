@@ -25,7 +25,11 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
 )
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
-from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
+from rl_consistency.kernels.attention.paged_cache_triton import (
+    HeadNorms,
+    paged_inputs,
+    write_cache,
+)
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import glu_linear, linear, linear_glu, linear_qkv
@@ -74,21 +78,18 @@ class CanonicalModule(nn.Module):
         rebuild = copyreg._reconstructor  # pyright: ignore[reportAttributeAccessIssue]
         return rebuild, (stock, object, None), state
 
-    def gradient_buffer(self, name: str, parameter: Any) -> GradientBuffer | None:
-        """The buffer that the gradient of one of the module's parameters is folded into;
-        `parameter` is what the module has by that name now.
+    def gradient_buffer(self, name: str) -> GradientBuffer | None:
+        """The buffer that the gradient of one of the module's parameters is folded into.
 
         None while any op is stock: no bits are promised then, and autograd adds up the gradients.
         """
-        buffer = self._gradient_buffers.get(name)
+        buffer, parameter = self._gradient_buffers.get(name), getattr(self, name)
         if buffer is None:
             return None
         if buffer.parameter is not parameter:
             if not self.sharded:
-                kind = type(self).__name__
-                raise ValueError(
-                    f"{kind}.{name} was replaced after patch(); restore and patch again."
-                )
+                found = f"{type(self).__name__}.{name}"
+                raise ValueError(f"{found} was replaced after patch(); restore and patch again.")
             buffer = buffer.of(parameter)
         return None if current().stock else buffer
 
@@ -102,46 +103,29 @@ class CanonicalLinear(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("linear"):
             return super().forward(input)
-        weight, bias = self.weight, self.bias
-        return linear(
-            input,
-            weight,
-            bias,
-            weight_grad=self.gradient_buffer("weight", weight),
-            bias_grad=self.gradient_buffer("bias", bias),
-        )
+        return linear(input, self.weight, self.bias, **self._gradients())
 
     def after_glu(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """The canonical linear of `glu(gate, up)`, which the backward pass computes again."""
-        weight, bias = self.weight, self.bias
-        return glu_linear(
-            gate,
-            up,
-            weight,
-            bias,
-            activation,
-            weight_grad=self.gradient_buffer("weight", weight),
-            bias_grad=self.gradient_buffer("bias", bias),
-        )
+        return glu_linear(gate, up, self.weight, self.bias, activation, **self._gradients())
+
+    def _gradients(self) -> dict[str, GradientBuffer | None]:
+        return {f"{name}_grad": self.gradient_buffer(name) for name in ("weight", "bias")}
 
 
 def all_plain(*modules: nn.Module) -> bool:
     """Whether a call of each module would run the canonical forward and nothing else."""
-    for module in modules:
-        if type(module).forward not in _FUSED_FORWARDS or not is_unobserved(module):
-            return False
-    return True
+    return all(type(m).forward in _FUSED_FORWARDS and is_unobserved(m) for m in modules)
 
 
 def is_unobserved(module: nn.Module, own_call: Any = nn.Module.__call__) -> bool:
     """Whether a call of the module runs the forward of its class, without hooks; `own_call` is the
     `__call__` that its library gave the class."""
     own = vars(module)
-    if "forward" in own or own.get("_compiled_call_impl") is not None:
+    if "forward" in own or own.get("_compiled_call_impl") is not None or _has_any_global_hook():
         return False
-    if type(module).__call__ is not own_call or _has_any_global_hook():
-        return False
-    if own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+    hooked = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if hooked or type(module).__call__ is not own_call:
         return False
     return all(map(captures_outputs, own["_forward_hooks"].values()))
 
@@ -163,21 +147,19 @@ class CanonicalRMSNorm(CanonicalModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
             return super().forward(hidden_states)
-        weight = self.weight
         return rms_norm(
             hidden_states,
-            weight,
+            self.weight,
             self.variance_epsilon,
             rows_per_token=self.rows_per_token,
-            weight_grad=self.gradient_buffer("weight", weight),
+            weight_grad=self.gradient_buffer("weight"),
         )
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
         if is_canonical("rms_norm") and all_plain(self):
-            weight = self.weight
-            buffer = self.gradient_buffer("weight", weight)
-            return add_rms_norm(x, residual, weight, self.variance_epsilon, weight_grad=buffer)
+            buffer = self.gradient_buffer("weight")
+            return add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_grad=buffer)
         total = residual + x
         return self(total), total
 
@@ -195,12 +177,11 @@ class CanonicalEmbedding(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("embedding"):
             return super().forward(input)
-        weight = self.weight
         return embedding(
             input,
-            weight,
+            self.weight,
             padding_idx=self.padding_idx,
-            weight_grad=self.gradient_buffer("weight", weight),
+            weight_grad=self.gradient_buffer("weight"),
             # Batches and the engine check their ids; reading them here would wait for the GPU.
             check_ids=not input.is_cuda,
         )
@@ -274,30 +255,17 @@ class CanonicalMLP(CanonicalModule):
 
 
 def _keeps_less(down: nn.Module) -> bool:
-    """Whether `after_glu` may stand for a call of this projection, whatever watches it later.
-
-    Not for a compiler, which does not look at hooks again, and not under hooks of saved tensors:
-    checkpointing counts tensors, and a hook may come or go before it computes them again.
-    """
+    """Whether `after_glu` may stand for a call of this projection, whatever watches it later."""
+    # A compiler does not look at hooks again. Checkpointing counts saved tensors, and a hook may
+    # come or go before it computes them again.
     if torch.compiler.is_compiling() or _top_saved_tensors_default_hooks(False) is not None:
         return False
     return isinstance(down, CanonicalLinear) and is_canonical("linear") and all_plain(down)
 
 
-def head_norms(*norms: CanonicalRMSNorm) -> HeadNorms | None:
-    """What `paged_inputs` takes of a layer's norms of queries and keys; None without them."""
-    if not norms:
-        return None
-    of_q, of_k = norms
-    return HeadNorms(of_q.weight, of_k.weight, of_q.variance_epsilon, of_k.variance_epsilon)
-
-
 class LayerCall:
-    """What all layers of a forward pass share.
-
-    FSDP2 casts the tensors it finds in the arguments of a module, and rebuilds dataclasses for it.
-    It does not look into this class, so the angles keep their fp32 and the layout stays as it is.
-    """
+    """What all layers of a forward pass share, in no dataclass: FSDP2 would rebuild it, and cast
+    the angles."""
 
     def __init__(
         self, position_embeddings: tuple[Tensor, Tensor], attention_layout: AttentionLayout
@@ -329,9 +297,8 @@ class CanonicalAttention(CanonicalModule):
         cache_index: int,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is
-        what the layer was made as: layers may be copied, moved or removed. `rows` [n] int64 are
-        those whose output is wanted; None: all."""
+        """`cache_index`: the layer's place in the stack, where its cache is (`layer_idx` is the
+        place it was made for). `rows` [n] int64 are those whose output is wanted; None: all."""
         layout = call.attention_layout
         q, k, v = self._inputs(hidden_states, *call.position_embeddings, layout, cache_index)
         out = self._attend(q, k, v, layout, cache_index)
@@ -342,14 +309,13 @@ class CanonicalAttention(CanonicalModule):
     def _inputs(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, index: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed and rotated, and values: [R, heads, D] each; in a paged layout
-        keys and values are stored."""
+        """Queries and keys, normed and rotated, and values, [R, heads, D]; a paged layout stores
+        keys and values."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm, self.k_norm) if "q_norm" in self._modules else ()
         if _may_fuse(x, projections):
-            of_q, of_k, of_v = projections
-            weights = (of_q.weight, of_k.weight, of_v.weight)
-            projected = linear_qkv(x, weights, (of_q.bias, of_k.bias, of_v.bias))
+            operands: Any = zip(*((p.weight, p.bias) for p in projections), strict=True)
+            projected = linear_qkv(x, *operands)
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = projected
@@ -360,7 +326,8 @@ class CanonicalAttention(CanonicalModule):
         canonical = is_canonical("rotary")
         fuses = canonical and is_canonical("rms_norm") and not torch.is_grad_enabled()
         if isinstance(layout, PagedAttention) and fuses and all_plain(*norms):
-            of_heads = head_norms(*norms)
+            numbers: Any = (*(n.weight for n in norms), *(n.variance_epsilon for n in norms))
+            of_heads = HeadNorms(*numbers) if norms else None
             return *paged_inputs(q, k, v, cos, sin, layout, index, norms=of_heads), v
         if norms:  # hooks see [1, R, heads, D], as those of other modules see packed rows
             q, k = (norm(y.unsqueeze(0)).squeeze(0) for norm, y in zip(norms, (q, k), strict=True))
@@ -369,7 +336,7 @@ class CanonicalAttention(CanonicalModule):
         else:
             q, k = self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
         if isinstance(layout, PagedAttention):
-            layout.write(index, k, v)
+            write_cache(layout, index, k, v)
         return q, k, v
 
     def _attend(
@@ -386,8 +353,7 @@ class CanonicalAttention(CanonicalModule):
                 return q.new_empty(q.shape)  # torch compiles nothing; the longest gather is large
             if isinstance(layout, CapturedPagedAttention):
                 return stock_captured_attention(q, layout, index, **scores)
-            cache = (layout.key_cache[index], layout.value_cache[index])
-            k, v = (c.view(-1, *c.shape[2:]) for c in cache)
+            k, v = (c[index].flatten(0, 1) for c in (layout.key_cache, layout.value_cache))
         elif canonical:
             assert isinstance(layout, PackedSequences)
             return attention_varlen(q, k, v, layout, **scores)[0]

@@ -44,8 +44,8 @@ class PackedBatch:
     """Sequences in packed rows.
 
     Example: sequences [[5, 6], [7]] give 32 rows; row 0 and 1 hold 5 and 6, row 16 holds 7, the
-    others are filler that no sequence owns: 5 at position 0. A token of the batch is no worse there
-    than where it stands; another's embedding might not be finite, and 0 times it would be NaN.
+    others are filler that no sequence owns: 5 at position 0. The embedding of a token that is not
+    in the batch might not be finite, and 0 times it would be NaN.
     """
 
     input_ids: Tensor  # [R] int64
@@ -141,7 +141,13 @@ def pack_padded(
     TypeError for what is no tensor, ValueError for other shapes, holes in a row and positions that
     do not count.
     """
-    _require_tensors(input_ids, attention_mask, position_ids)
+    given = {"attention_mask": attention_mask, "position_ids": position_ids}
+    for name, value in {"input_ids": input_ids, **given}.items():
+        if not isinstance(value, Tensor) and (value is not None or name not in given):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; a tensor [batch, length] is needed. Masks of "
+                "each kind of layer, as a dict has them, are not covered."
+            )
     shape = tuple(input_ids.shape)
     if len(shape) != 2:
         raise ValueError(f"input_ids {shape}; a batch of shape [batch, length] is needed.")
@@ -149,19 +155,6 @@ def pack_padded(
     by_row = position_ids is None
     lens = mask.sum(dim=1).tolist() if by_row else _lengths_by_position(mask, position_ids)
     return PaddedBatch(PackedBatch.from_tokens(input_ids[mask], lens), mask)
-
-
-def _require_tensors(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> None:
-    arguments = {"attention_mask": attention_mask, "position_ids": position_ids}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    for name, value in ({"input_ids": input_ids} | given).items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name} is a {type(value).__name__}; a tensor [batch, length] is needed. Masks of "
-                "each kind of layer, as a dict has them, are not covered."
-            )
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -175,10 +168,9 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         )
     mask = attention_mask.bool()
     runs = mask[:, 0].int() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
-    bad = torch.nonzero(runs != 1).flatten().tolist()
-    if bad:
+    for row in torch.nonzero(runs != 1).flatten().tolist():
         raise ValueError(
-            f"attention_mask row {bad[0]} has a hole or no token; pad each row at its ends only."
+            f"attention_mask row {row} has a hole or no token; pad each row at its ends only."
         )
     return mask
 
@@ -192,9 +184,8 @@ def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
     positions = position_ids.expand_as(mask)[mask]
     first_of_row = mask & (mask.cumsum(dim=1) == 1)
     starts = positions == 0
-    expected = torch.where(starts[1:], torch.zeros_like(positions[1:]), positions[:-1] + 1)
-    counts = bool((positions[1:] == expected).all())
-    if not (counts and bool(starts[first_of_row[mask]].all())):
+    counts = starts[1:] | (positions[1:] == positions[:-1] + 1)
+    if not (bool(counts.all()) and bool(starts[first_of_row[mask]].all())):
         raise ValueError(
             "position_ids must count each sequence from 0 in steps of 1 over its real tokens "
             "(packed rows restart at 0). For padded rows they may be left out."
@@ -215,9 +206,8 @@ def packed_inputs(
     if position_ids is not None:
         kwargs = {key: value for key, value in kwargs.items() if key not in _BORDERS}
     unused = {name for name, value in kwargs.items() if value is None or value is False}
-    unused.add("num_items_in_batch")  # a divisor of losses that are computed elsewhere
-    covered = {"return_dict"} if kwargs.get("return_dict") else set()
-    extra = sorted(kwargs.keys() - unused - covered)
+    # The one has no effect here; the other is a divisor of losses that are computed elsewhere.
+    extra = sorted(kwargs.keys() - unused - {"return_dict", "num_items_in_batch"})
     if extra or input_ids is None:
         given = ", ".join(extra) or "no input_ids"
         raise ValueError(
@@ -243,7 +233,7 @@ def lay_out(
     ValueError on another layout."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout {layout!r}; allowed: {', '.join(get_args(Layout))}.")
-    if layout in ("packed", "packed_with_gaps"):
+    if layout.startswith("packed"):
         return PackedBatch.from_sequences(sequences, device, gap=int("gaps" in layout)), None
     width = max(len(sequence) for sequence in sequences) + EXTRA_COLUMNS
     ids = np.zeros((len(sequences), width), dtype=np.int64)

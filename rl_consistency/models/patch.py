@@ -6,8 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,18 +48,13 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyD
 NOT_PATCHED = "the model is not patched; call rl_consistency.patch(model) first."
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     """A module that was patched, by the object: it may move, or leave the model."""
 
     name: str
     module: weakref.ref[nn.Module]
     stock: type[nn.Module]
     canonical: type[nn.Module]
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, CanonicalModule)
 
 
 class PatchSession:
@@ -72,7 +66,7 @@ class PatchSession:
     """
 
     def __init__(self, model: nn.Module, *, captures: bool = True):
-        # _SESSIONS finds the session through the model; a strong reference would keep both forever.
+        # _SESSIONS finds the session by the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
         self._grad_dtype: torch.dtype | None = None
         self._widened: dict[int, nn.Parameter] = {}
@@ -150,11 +144,8 @@ class PatchSession:
         return coverage(self.model, patched=bool(self._taken) and not self._in_stock)
 
     def faults(self) -> list[Fault]:
-        """What was changed since the patch and cannot be honoured; see `models/inventory.py`.
-
-        It compares the state of the forward with the last sound one, in some microseconds a module,
-        and looks closer where they differ.
-        """
+        """What was changed since the patch and cannot be honoured; see `models/inventory.py`. It
+        looks closer only where the state of the forward is none of the last sound ones."""
         if self._watch is None or (now := self._watch.read()) not in self._sound:
             found = faults(self.model, patched=True)
             if found:
@@ -168,11 +159,8 @@ class PatchSession:
         return []
 
     def check(self) -> ForwardState:
-        """The state of the forward, if the patch is live and nothing stands in its way.
-
-        UnsupportedModelError naming what does; ConsistencyError for a changed numeric setting;
-        ValueError for another default dtype or device.
-        """
+        """The state of the forward; UnsupportedModelError naming what was changed, ConsistencyError
+        for a changed numeric setting, ValueError for another default dtype or device."""
         if self._in_stock:
             raise ValueError("the model is not patched inside session.stock(); leave the block.")
         if not self._taken:
@@ -205,9 +193,8 @@ class PatchSession:
     def verify(self) -> None:
         """Prove that the patch is live, or raise a ConsistencyError: by classes, by settings and by
         the bytes of three sequences' hidden states, computed alone and together."""
-        undone = self.faults() if self._taken else []
-        if undone or not self._taken:
-            what = str(undone[0]) if undone else "the whole model runs its stock classes"
+        undone = self.faults() if self._taken else ["the whole model runs its stock classes"]
+        for what in undone[:1]:
             raise ConsistencyError(
                 f"the patch is not live: {what}. Patch last, after whatever changes modules, and "
                 "do not use a session after restore()."
@@ -228,11 +215,10 @@ class PatchSession:
     def _compare_alone_and_together(self) -> tuple[int, int]:
         """How many of the probe's tokens differ between alone and together, and how many it has."""
         model: Any = self.model
-        device = next(model.parameters()).device
+        device, forward = next(model.parameters()).device, model.model.packed_forward
         vocabulary = model.get_input_embeddings().weight.shape[0]
         sequences = [[(i * 7 + n) % vocabulary for i in range(n)] for n in (1, 3, 21)]
         batch = PackedBatch.from_sequences(sequences, device)
-        forward = model.model.packed_forward
         together = forward(batch.input_ids, batch.position_ids, batch.layout)[batch.token_rows]
         alone: list[torch.Tensor] = []
         for tokens in sequences:  # without filler rows, as a decode step has them
@@ -243,8 +229,8 @@ class PatchSession:
         return int((bits[0] != bits[1]).any(dim=1).sum()), len(together)
 
     def _swap_to_stock(self) -> list[tuple[_Taken, nn.Module]]:
-        """Swap the modules that are left, which it returns; ValueError, and none is swapped, if one
-        has a class of neither kind."""
+        """Swap the modules that are left, which it returns; ValueError, and no swap, if one has a
+        class of neither kind."""
         left = [(taken, module) for taken in self._taken if (module := taken.module()) is not None]
         for taken, module in left:
             if unsharded_class(type(module)) not in (taken.stock, taken.canonical):
@@ -261,30 +247,26 @@ class PatchSession:
         """Let gradients be those of the parameters that FSDP2 has put in the place of others."""
         if not any(map(is_fsdp, self.model.modules())):
             return
-        buffers = gradient_buffers(self.model, self._passes)
         for parameter in self.model.parameters():
             parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
-        for name, module in self.model.named_modules():
+        for module, buffers in _gradient_buffers(self.model, self._passes).items():
             if isinstance(module, CanonicalModule) and not module.sharded:
-                module.sharded = True
-                module._gradient_buffers = own_buffers(buffers, name, module)
+                module.sharded, module._gradient_buffers = True, buffers
         self._widened.clear()  # they would keep whole parameters
 
     def _swap_to_canonical(self) -> None:
         config: Any = self.model.config
-        table = families.mixins(config)
-        buffers = gradient_buffers(self.model, self._passes)
+        mixins = families.mixins(config)
+        buffers = _gradient_buffers(self.model, self._passes)
         for name, module in self.model.named_modules():
-            stock = type(module)
-            mixin = table.get(stock)
-            if mixin is None:
-                continue
-            canonical = families.canonical_class(mixin, stock)
-            self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
-            module.__class__ = canonical
-            assert isinstance(module, CanonicalModule)
-            module._gradient_buffers = own_buffers(buffers, name, module)
-            self._configure(config, module)
+            stock: type[nn.Module] = type(module)
+            if (mixin := mixins.get(stock)) is not None:
+                canonical = families.canonical_class(mixin, stock)
+                self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
+                module.__class__ = canonical
+                assert isinstance(module, CanonicalModule)
+                module._gradient_buffers = buffers[module]
+                self._configure(config, module)
 
     def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype not in (None, torch.float32):
@@ -365,13 +347,11 @@ def patched_session(model: nn.Module) -> PatchSession:
     return session
 
 
-def patched_part(model: nn.Module, name: str) -> nn.Module:
-    """A direct submodule of a patched model; ValueError if it runs stock.
-
-    `patched_session` checks every module; a call that has used it needs only this check after.
-    """
+def patched_part(model: nn.Module, name: str) -> Any:
+    """A direct submodule of a patched model; ValueError if it runs stock. `patched_session` checks
+    every module."""
     part = getattr(model, name, None)
-    if model not in _SESSIONS or part is None or not _is_ours(part):
+    if model not in _SESSIONS or not isinstance(part, CanonicalModule):
         raise ValueError(NOT_PATCHED)
     return part
 
@@ -381,32 +361,25 @@ def _shared_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
     seen: dict[nn.Module, str] = {}
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if _is_ours(module) and seen.setdefault(module, name) != name:
+        if isinstance(module, CanonicalModule) and seen.setdefault(module, name) != name:
             found.append((seen[module], name, module))
     return found
 
 
-def gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:
-    """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
-    uses: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(prefix=name, recurse=False):
-            uses.setdefault(parameter, []).append(own)
-    return {
-        name: buffer
-        for parameter, names in uses.items()
-        for name, buffer in zip(
-            names, GradientBuffer.for_uses(parameter, len(names), passes), strict=True
-        )
-    }
-
-
-def own_buffers(
-    buffers: dict[str, GradientBuffer], name: str, module: nn.Module
-) -> dict[str, GradientBuffer]:
-    """The buffers of a module's own parameters, by their names in it."""
-    own = dict(module.named_parameters(recurse=False))
-    return {key: buffers[f"{name}.{key}".lstrip(".")] for key in own}
+def _gradient_buffers(
+    model: nn.Module, passes: BackwardPasses
+) -> dict[nn.Module, dict[str, GradientBuffer]]:
+    """One buffer per use of each parameter, by module and name; a tied parameter has several."""
+    found = {module: dict[str, GradientBuffer]() for module in model.modules()}
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in found:
+        for name, parameter in module.named_parameters(recurse=False):
+            uses.setdefault(parameter, []).append((module, name))
+    for parameter, places in uses.items():
+        buffers = GradientBuffer.for_uses(parameter, len(places), passes)
+        for (module, name), buffer in zip(places, buffers, strict=True):
+            found[module][name] = buffer
+    return found
 
 
 def restore_gradient_dtype(parameter: nn.Parameter) -> None:

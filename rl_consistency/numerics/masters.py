@@ -6,6 +6,7 @@ An update smaller than half a unit in a weight's last place is kept in its maste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -60,28 +61,23 @@ class MasterAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self._weights: list[nn.Parameter] = [p for group in groups for p in group["params"]]
-        masters = [
-            {**group, "params": [nn.Parameter(p.detach().float()) for p in group["params"]]}
-            for group in groups
-        ]
-        super().__init__(masters)
-        self._masters: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
+        self._masters = [nn.Parameter(weight.detach().float()) for weight in self._weights]
+        masters = iter(self._masters)
+        super().__init__([{**g, "params": list(islice(masters, len(g["params"])))} for g in groups])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the weights; `set_to_none=False` writes zeros."""
         for weight in self._weights:
-            if set_to_none or weight.grad is None:
+            if set_to_none:
                 weight.grad = None
-            else:
+            elif weight.grad is not None:
                 weight.grad.detach_().zero_()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the masters by the gradients of the weights, then round them into the weights."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._follow_writes()
         gradients = [None if w.grad is None else w.grad.float() for w in self._weights]
         step_masters(super().step, self._masters, gradients)
@@ -104,8 +100,7 @@ class MasterAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave, or that of an AdamW over the weights themselves:
         their masters are then the weights."""
-        state_dict = dict(state_dict)
-        masters = state_dict.pop("masters", self._weights)
-        for master, saved in zip(self._masters, masters, strict=True):
-            master.copy_(saved)
-        super().load_state_dict(state_dict)
+        saved = dict(state_dict)
+        for master, value in zip(self._masters, saved.pop("masters", self._weights), strict=True):
+            master.copy_(value)
+        super().load_state_dict(saved)

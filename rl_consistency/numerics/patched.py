@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-
-_MISSING = object()
 
 
 @contextmanager
@@ -21,23 +20,18 @@ def replaced(
     Args:
         unless: asked at the end; if it says True, the value stays.
     """
-    before = vars(owner).get(name, _MISSING)
-    _put(owner, name, value)
+    own, absent = vars(owner), object()
+    before = own.get(name, absent)
+    if isinstance(owner, type):  # whose __dict__ cannot be written
+        put, remove = partial(setattr, owner), partial(delattr, owner)
+    else:
+        put, remove = own.__setitem__, own.__delitem__
+    put(name, value)
     try:
         yield
     finally:
         if not unless():
-            _put(owner, name, before)
-
-
-def _put(owner: Any, name: str, value: object) -> None:
-    own = vars(owner)
-    if isinstance(owner, type):  # whose __dict__ cannot be written
-        if value is not _MISSING:
-            setattr(owner, name, value)
-        elif name in own:
-            delattr(owner, name)
-    elif value is not _MISSING:
-        own[name] = value
-    else:
-        own.pop(name, None)
+            if before is not absent:
+                put(name, before)
+            elif name in vars(owner):
+                remove(name)

@@ -53,12 +53,9 @@ def strict(enabled: bool = True, *, except_: Iterable[str] = ()) -> Iterator[Str
     checkpointing computes again has the choice of its first time.
 
     Args:
-        enabled: True runs every op in its canonical order, False on its stock path.
+        enabled: True runs every op in its canonical order, False on its stock path; else TypeError.
         except_: ops that do the opposite, for ablations: `strict(except_={"attention"})`.
-
-    Raises:
-        ValueError: an unknown op name.
-        TypeError: `enabled` is no bool; "off" would be true.
+            ValueError on an unknown name.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}; give True or False.")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.models.forward import cache_sizes, next_token_logits, paged_hidden_states
 from rl_consistency.models.packing import Layout, lay_out

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms
+from rl_consistency.kernels.attention.paged_cache_triton import HeadNorms
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.models import modules
 from rl_consistency.models.decoder import CanonicalBaseModel

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.models.forward import cache_sizes
 from rl_consistency.rollout.sequence import RolloutSequence
 

@@ -1,4 +1,4 @@
-"""The measurement of one work: bytes first, then times; a challenger has to win twice.
+"""The measurement of one launch: bytes first, then times; a challenger has to win twice.
 
 All candidates run a few rounds. Those near the fastest go on for more, beside the default. The
 fastest of these takes its place only if it is faster by `MARGIN`, and again so in a second
@@ -8,17 +8,18 @@ and must not lose by `MARGIN` there. Else the rule stays in force, for every num
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median, quantiles
 
 from torch import Tensor
 
+from rl_consistency.cases.case import Op
+from rl_consistency.cases.launches import Launch, compare
 from rl_consistency.kernels.core.findings import RULE, Findings, Winner, of_work
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.tuning.stopwatch import Bench, Call, Timer, interleaved
-from rl_consistency.tuning.work import Op, Work, compare
+from rl_consistency.tuning.stopwatch import Bench, Timer, interleaved
 
 MARGIN = 0.98
 """A challenger takes at most this share of the default's time."""
@@ -35,9 +36,9 @@ SCATTER = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was found for one work."""
+    """What was found for one launch."""
 
-    work: Work
+    work: Launch
     default: str
     """The schedule that runs without a winner."""
     default_us: float
@@ -45,8 +46,6 @@ class Outcome:
     winner_us: float
     withdrawn: dict[str, str] = field(default_factory=dict)
     """Candidates whose bytes differ: why."""
-    unable: dict[str, str] = field(default_factory=dict)
-    """Candidates that do not fit this device: why."""
     scatter: float = 0.0
     """Half of the samples lie within this share of the median."""
     known: bool = False
@@ -65,7 +64,7 @@ class Race:
     winner: str
     winner_us: float
     default_us: float
-    scatter: float
+    scatter: float = 0.0
 
 
 def race(timers: Mapping[str, Timer], default: str) -> Race:
@@ -73,15 +72,16 @@ def race(timers: Mapping[str, Timer], default: str) -> Race:
     screened = _medians(interleaved(timers, seconds=0.0, least=SCREEN_ROUNDS, most=SCREEN_ROUNDS))
     limit = NEAR * min(screened.values())
     near = [name for name in sorted(screened, key=screened.__getitem__) if screened[name] <= limit]
-    final = _rounds(timers, dict.fromkeys([default, *near[:FINALISTS]]))
-    best = fastest(_medians(final))
+    final = _rounds(timers, [default, *near[:FINALISTS]])
     times = _medians(final)
+    best = fastest(times)
     if best != default and times[best] <= MARGIN * times[default]:
-        final = _rounds(timers, (default, best))
+        final = _rounds(timers, [default, best])
         times = _medians(final)
     if times[best] > MARGIN * times[default]:
         best = default
-    return Race(best, 1e6 * times[best], 1e6 * times[default], _scatter(final[default]))
+    low, middle, high = quantiles(final[default], n=4)
+    return Race(best, 1e6 * times[best], 1e6 * times[default], (high - low) / middle)
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
@@ -89,42 +89,35 @@ def fastest(seconds: Mapping[str, float]) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
-def measured(work: Work, bench: Bench, store: Findings, *, again: bool = False) -> Outcome:
-    """Tune one work: compare, withdraw, time, and keep the winner in the store.
+def measured(work: Launch, bench: Bench, store: Findings, *, again: bool = False) -> Outcome:
+    """Tune one launch: compare, withdraw, time, and keep the winner in the store.
 
     A winner that the store has already is compared and not timed, unless `again`.
     """
-    known = None if again else _known(work, store)
-    field = _entered(work, bench, store, known or ())
-    if known is not None and known[0] in field.usable:
-        return _of_the_store(work, store)
-    if known is not None:  # it has been withdrawn just now
-        return measured(work, bench, store, again=True)
-    return _timed(field, bench, store)
+    kept = None if again else store.finding(work.entry)
+    if kept is not None and kept.us and kept.schedule in (RULE, *work.candidates):
+        winner = work.default if kept.schedule == RULE else kept.schedule
+        if winner in _usable(work, bench, store, [winner])[1]:
+            return _outcome(work, store, Race(winner, kept.us, kept.default_us), known=True)
+        # It has been withdrawn just now.
+    found = _raced(work, bench, store, work.default)
+    if found.winner != work.default and not _holds_for_fewer(work, found.winner, bench, store):
+        found = replace(found, winner=work.default, winner_us=found.default_us)
+    # The rule decides by the exact rows where it did not lose.
+    schedule = RULE if found.winner == work.default else found.winner
+    store.keep(work.entry, Winner(schedule, found.winner_us, found.default_us))
+    return _outcome(work, store, found)
 
 
-@dataclass(frozen=True)
-class _Field:
-    """Who may run for a work: the schedules with the reference's bytes."""
-
-    work: Work
-    operands: tuple[Tensor, ...]
-    usable: dict[str, Op]
-    unable: dict[str, str]
-
-    def timers(self, bench: Bench) -> dict[str, Timer]:
-        # Timed calls may write into their operands, so all of them come after the comparisons.
-        copies = bench.copies(sum(x.nbytes for x in self.operands))
-        sets = [self.operands, *(self.work.operands() for _ in range(copies - 1))]
-        return bench.timers({name: _on(call, sets) for name, call in self.usable.items()})
-
-
-def _entered(work: Work, bench: Bench, store: Findings, only: Sequence[str]) -> _Field:
-    """Compare the candidates of a work, or `only` some and the default; withdraw those of other
-    bytes."""
-    operands = work.operands()
-    bench.prepare([partial(call, *operands) for call in _calls(work, only)])
-    found = compare(work, operands, tuple(only) or tuple(work.candidates))
+def _usable(
+    work: Launch, bench: Bench, store: Findings, only: Iterable[str] = ()
+) -> tuple[tuple[Tensor, ...], dict[str, Op]]:
+    """Operands, and the candidates, or `only` some and the default, that have the default's bytes;
+    those of other bytes are withdrawn."""
+    operands, wanted = work.operands(), {work.default, *only} if only else {*work.candidates}
+    calls = [call for name, call in work.candidates.items() if name in wanted]
+    bench.prepare([partial(call, *operands) for call in calls])
+    found = compare(work, operands, wanted)
     used = store.winner(work.entry)
     for name, reason in found.withdrawn.items():
         store.withdraw(of_work(work.entry, name), reason)
@@ -132,88 +125,51 @@ def _entered(work: Work, bench: Bench, store: Findings, only: Sequence[str]) -> 
             # What was computed with it, an engine's graphs and keys, has to go.
             audit.withdraw(of_work(work.entry, name))
     # What was withdrawn earlier stays so, whatever it gave today.
-    usable = {
+    return operands, {
         name: call
         for name, call in found.equal.items()
         if name == work.default or not store.is_withdrawn(work.entry, name)
     }
-    return _Field(work, operands, usable, found.unable)
 
 
-def _timed(field: _Field, bench: Bench, store: Findings) -> Outcome:
-    """Race, keep what won in the store, and tell."""
-    work = field.work
-    first = race(field.timers(bench), work.default)
-    if first.winner != work.default and not _holds_for_fewer(work, first.winner, bench, store):
-        first = replace(first, winner=work.default, winner_us=first.default_us)
-    store.keep(work.entry, _finding(first, work.default))
-    return Outcome(
-        work=work,
-        default=work.default,
-        default_us=first.default_us,
-        winner=first.winner,
-        winner_us=first.winner_us,
-        withdrawn=_withdrawn(work, store),
-        unable=field.unable,
-        scatter=first.scatter,
-    )
+def _raced(
+    work: Launch, bench: Bench, store: Findings, default: str, only: Iterable[str] = ()
+) -> Race:
+    """The race of those that are usable; of `default` alone, without times, where it is not."""
+    operands, usable = _usable(work, bench, store, only)
+    if default not in usable:
+        return Race("", 0.0, 0.0)
+    # Timed calls may write into their operands, so all of them come after the comparisons.
+    copies = bench.copies(sum(x.nbytes for x in operands))
+    sets = [operands, *(work.operands() for _ in range(copies - 1))]
+    calls = {name: [partial(call, *own) for own in sets] for name, call in usable.items()}
+    return race(bench.timers(calls), default)
 
 
-def _withdrawn(work: Work, store: Findings) -> dict[str, str]:
-    """The candidates of a work that were withdrawn: why."""
-    known = store.withdrawn
-    names = {name: of_work(work.entry, name) for name in work.candidates}
-    return {name: known[of] for name, of in names.items() if of in known}
-
-
-def _finding(found: Race, rule: str) -> Winner:
-    """What the store keeps of a race: the rule decides by the exact rows where it did not lose."""
-    schedule = RULE if found.winner == rule else found.winner
-    return Winner(schedule, found.winner_us, found.default_us)
-
-
-def _holds_for_fewer(work: Work, winner: str, bench: Bench, store: Findings) -> bool:
+def _holds_for_fewer(work: Launch, winner: str, bench: Bench, store: Findings) -> bool:
     """Whether the rule's own schedule for fewer rows of the bucket does not beat a winner there."""
     fewer = work.fewer
     if fewer is None or fewer.default == winner:
         return True
-    field = _entered(fewer, bench, store, (winner,))
-    return winner in field.usable and race(field.timers(bench), winner).winner == winner
+    return _raced(fewer, bench, store, winner, [winner]).winner == winner
 
 
-def _of_the_store(work: Work, store: Findings) -> Outcome:
-    """A known work's outcome, with the times of an earlier measurement."""
-    kept = store.finding(work.entry)
-    assert kept is not None
+def _outcome(work: Launch, store: Findings, found: Race, *, known: bool = False) -> Outcome:
+    names = {name: of_work(work.entry, name) for name in work.candidates}
+    withdrawn = store.withdrawn
     return Outcome(
         work=work,
         default=work.default,
-        default_us=kept.default_us,
-        winner=work.default if kept.schedule == RULE else kept.schedule,
-        winner_us=kept.us,
-        withdrawn=_withdrawn(work, store),
-        known=True,
+        default_us=found.default_us,
+        winner=found.winner,
+        winner_us=found.winner_us,
+        withdrawn={name: withdrawn[of] for name, of in names.items() if of in withdrawn},
+        scatter=found.scatter,
+        known=known,
     )
 
 
-def _known(work: Work, store: Findings) -> tuple[str, ...] | None:
-    """The winner that the store has, with its times."""
-    kept = store.finding(work.entry)
-    if kept is None or not kept.us or kept.schedule not in (RULE, *work.candidates):
-        return None
-    return (work.default if kept.schedule == RULE else kept.schedule,)
-
-
-def _calls(work: Work, only: Sequence[str]) -> list[Op]:
-    names = dict.fromkeys([work.default, *only]) if only else work.candidates
-    return [work.candidates[name] for name in names if name in work.candidates]
-
-
-def _on(call: Op, sets: Sequence[tuple[Tensor, ...]]) -> list[Call]:
-    return [partial(call, *operands) for operands in sets]
-
-
-def _rounds(timers: Mapping[str, Timer], names: Sequence[str] | dict[str, None]):
+def _rounds(timers: Mapping[str, Timer], names: Iterable[str]) -> dict[str, list[float]]:
     least, most = FINAL_ROUNDS
     chosen = {name: timers[name] for name in names}
     return interleaved(chosen, seconds=FINAL_SECONDS, least=least, most=most)
@@ -221,8 +177,3 @@ def _rounds(timers: Mapping[str, Timer], names: Sequence[str] | dict[str, None])
 
 def _medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in samples.items()}
-
-
-def _scatter(samples: Sequence[float]) -> float:
-    low, middle, high = quantiles(samples, n=4)
-    return (high - low) / middle

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rl_consistency.cases.launches import UNABLE, does_not_compile
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
-from rl_consistency.tuning.work import UNABLE, does_not_compile
 
 Call = Callable[[], object]
 Timer = Callable[[int], float]

@@ -1,4 +1,4 @@
-"""`tune`: the works of a policy within a budget, the most important first, and the report."""
+"""`tune`: the launches of a policy within a budget, the most important first, and the report."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 
-from rl_consistency.kernels.core.findings import (
-    MOST_ROWS,
-    Findings,
-    findings_of,
-)
+from rl_consistency.cases.launches import Launch
+from rl_consistency.kernels.core.findings import MOST_ROWS, Findings, findings_of
 from rl_consistency.kernels.core.operand import require_device
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning.measure import SCATTER, Outcome, measured
 from rl_consistency.tuning.policy_works import policy_config, policy_works
 from rl_consistency.tuning.stopwatch import Bench, ColdDevice
-from rl_consistency.tuning.work import Work
 
 BUDGET = 60.0
 """Seconds that `tune` may take by default."""
 
 ROOM = 3
-"""A work needs so many times its bytes: operands, clones that are compared, results."""
+"""A launch needs so many times its bytes: operands, clones that are compared, results."""
 
 Tell = Callable[[Outcome | None, str], None]
-"""Called with each outcome, and before it with None and the name of the work."""
+"""Called with each outcome, and before it with None and the name of the launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +35,9 @@ class TuningReport:
     """What `tune` found."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    """One per work, in the order they were tuned in."""
+    """One per launch, in the order they were tuned in."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Works that were not tuned, and why; what the op's rule takes runs there."""
+    """Launches that were not tuned, and why; what the op's rule takes runs there."""
     path: str = ""
     """The file of the winners."""
     seconds: float = 0.0
@@ -61,7 +58,7 @@ class TuningReport:
 
     @property
     def scatter(self) -> float:
-        """Half of a typical work's samples lie within this share of their median."""
+        """Half of a typical launch's samples lie within this share of their median."""
         found = [outcome.scatter for outcome in self.outcomes if not outcome.known]
         return median(found) if found else 0.0
 
@@ -111,32 +108,23 @@ def require_tunable(device: torch.device) -> None:
     require_device("tune", torch.empty(0, device=device))
 
 
-def tune_device(
-    works: Sequence[Work],
-    device: torch.device,
-    *,
-    budget: float = BUDGET,
-    again: bool = False,
-    tell: Tell | None = None,
-) -> TuningReport:
-    """Tune works on a GPU and keep the winners among those of the device."""
+def tune_device(works: Sequence[Launch], device: torch.device, **options: Any) -> TuningReport:
+    """Tune launches on a GPU and keep the winners among those of the device; for the options see
+    `tune_works`."""
     started = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - started
+
     with numeric_settings(), torch.no_grad():
-        report = tune_works(
-            works,
-            ColdDevice(device),
-            findings_of(device),
-            budget=budget,
-            again=again,
-            tell=tell,
-            clock=lambda: time.perf_counter() - started,
-        )
+        bench, store = ColdDevice(device), findings_of(device)
+        report = tune_works(works, bench, store, clock=clock, **options)
     torch.cuda.empty_cache()  # the process goes on with other work
     return report
 
 
 def tune_works(
-    works: Sequence[Work],
+    works: Sequence[Launch],
     bench: Bench,
     store: Findings,
     *,
@@ -145,14 +133,14 @@ def tune_works(
     again: bool = False,
     tell: Tell | None = None,
 ) -> TuningReport:
-    """Tune works one by one until the budget is spent; `clock` gives seconds since the start."""
+    """Tune launches one by one until the budget is spent; `clock` gives seconds since the start."""
     outcomes: list[Outcome] = []
     left_out: dict[str, str] = {}
     for work in works:
+        needed = ROOM * work.moved
         if clock() >= budget:
             left_out[work.entry] = f"the budget of {budget:g} s was spent"
             continue
-        needed = ROOM * work.moved_bytes
         if needed > bench.free_bytes():
             left_out[work.entry] = f"it needs {needed / 2**30:.1f} GiB of free memory"
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
@@ -21,7 +21,54 @@ CLAIMS: Mapping[str, str] = {
 """Claims that one process can judge. C4 (processes) is judged by `verify --world`, C5 (resume) by
 tests of training runs."""
 
-RowName = Callable[[int], str]
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts the comparisons of one check and keeps the first failure."""
+
+    cases: int = 0
+    """Comparisons made."""
+    mismatches: int = 0
+    """Comparisons that failed."""
+    detail: str = ""
+    """The first failure: which case, which place, both values; or a remark."""
+    figure: float | None = None
+    """Largest error ratio, for C6; None where bytes judge."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there was a comparison and none failed."""
+        return self.cases > 0 and self.mismatches == 0
+
+    def equal(
+        self,
+        case: str,
+        expected: Tensor,
+        actual: Tensor,
+        row_name: Callable[[int], str] = "row {}".format,
+    ) -> bool:
+        """Compare two tensors [rows, ...] byte by byte; a NaN or an infinity is a failure too."""
+        if expected.shape != actual.shape or expected.dtype != actual.dtype:
+            kinds = [f"{x.dtype} {list(x.shape)}" for x in (expected, actual)]
+            return self.expect(case, False, " against ".join(kinds))
+        if same_bytes(expected, actual) and bool(actual.isfinite().all()):
+            return self.expect(case, True)
+        differs = (bits(expected) != bits(actual)) | ~actual.isfinite()
+        first = tuple(differs.nonzero()[0].tolist())
+        place = row_name(first[0]) if first else "value"
+        inside = f" element {list(first[1:])}" if len(first) > 1 else ""
+        values = f"{expected[first].item()!r} against {actual[first].item()!r}"
+        count = f"{int(differs.sum())} of {differs.numel()} values"
+        return self.expect(case, False, f"{place}{inside}: {values} ({count})")
+
+    def expect(self, case: str, holds: bool, detail: str = "") -> bool:
+        """Count one comparison that was judged elsewhere."""
+        self.cases += 1
+        if not holds:
+            self.mismatches += 1
+            if self.mismatches == 1:
+                self.detail = f"{case}: {detail}" if detail else case
+        return holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,53 +89,14 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Row):
-    """What one check found."""
+    """What one check found; see `Tally`."""
 
     cases: int
-    """Comparisons made."""
     mismatches: int
-    """Comparisons that failed."""
     passed: bool
-    """Whether there was a comparison and none failed."""
     detail: str
-    """The first failure: which case, which place, both values; or a remark."""
     figure: float | None
-    """Largest error ratio, for C6; None where bytes judge."""
     seconds: float
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """Counts the comparisons of one check and keeps the first failure."""
-
-    cases: int = 0
-    mismatches: int = 0
-    detail: str = ""
-    figure: float | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.cases > 0 and self.mismatches == 0
-
-    def equal(
-        self, case: str, expected: Tensor, actual: Tensor, row_name: RowName = "row {}".format
-    ) -> bool:
-        """Compare two tensors [rows, ...] byte by byte; a NaN or an infinity is a failure too."""
-        if expected.shape != actual.shape or expected.dtype != actual.dtype:
-            kinds = [f"{x.dtype} {list(x.shape)}" for x in (expected, actual)]
-            return self.expect(case, False, " against ".join(kinds))
-        if same_bytes(expected, actual) and bool(actual.isfinite().all()):
-            return self.expect(case, True)
-        return self.expect(case, False, _first_difference(expected, actual, row_name))
-
-    def expect(self, case: str, holds: bool, detail: str = "") -> bool:
-        """Count one comparison that was judged elsewhere."""
-        self.cases += 1
-        if not holds:
-            self.mismatches += 1
-            if self.mismatches == 1:
-                self.detail = f"{case}: {detail}" if detail else case
-        return holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +115,6 @@ class Check(_Row):
             tally.expect("refused", False, str(error))
         if not tally.cases:
             tally.detail = "nothing was compared"
-        own = {field.name: getattr(self, field.name) for field in fields(_Row)}
+        row = {"claim": self.claim, "subject": self.subject, "scope": self.scope, "what": self.what}
         seconds = time.perf_counter() - start
-        return Result(**own, **asdict(tally), passed=tally.passed, seconds=seconds)
-
-
-def _first_difference(expected: Tensor, actual: Tensor, row_name: RowName) -> str:
-    differs = (bits(expected) != bits(actual)) | ~actual.isfinite()
-    first = tuple(differs.nonzero()[0].tolist())
-    place = row_name(first[0]) if first else "value"
-    inside = f" element {list(first[1:])}" if len(first) > 1 else ""
-    return (
-        f"{place}{inside}: {expected[first].item()!r} against {actual[first].item()!r} "
-        f"({int(differs.sum())} of {differs.numel()} values)"
-    )
+        return Result(**row, **asdict(tally), passed=tally.passed, seconds=seconds)

@@ -7,28 +7,23 @@ operands. A stock op must fail the same law, or the law proves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.cases.case import Case, Op, as_tuple
-from rl_consistency.cases.launches import Launch
+from rl_consistency.cases.launches import Launch, compare
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.claims import Tally
 
-RowOp = Callable[..., Tensor]
-"""Maps tensors of n rows to a tensor of n rows."""
-
 ROW_COUNTS = (2, 7, 15, 16, 17, 33, 64, 65)
 """Rows of a call where no sweep says it."""
-
-_Entry = TypeVar("_Entry")
 
 
 def judged(law: Callable[..., object], *args: object, **options: object) -> Tally:
@@ -39,10 +34,10 @@ def judged(law: Callable[..., object], *args: object, **options: object) -> Tall
 
 
 def rows_alike(
-    tally: Tally, name: str, op: RowOp, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
+    tally: Tally, name: str, op: Op, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
 ) -> None:
     """A row alone and among others is the same bytes, in calls of `counts` rows, and in many orders
-    and storages. Row i of all inputs [rows, ...] belongs together."""
+    and storages. `op` maps inputs [rows, ...] to a tensor of as many rows."""
     rows, device = len(inputs[0]), inputs[0].device
     alone = torch.cat([op(*(x[i : i + 1] for x in inputs)) for i in range(rows)]).detach()
 
@@ -65,82 +60,33 @@ def rows_alike(
     tally.equal(f"{name}, misaligned storage", alone, op(*map(misaligned, inputs)).detach())
 
 
-def cuts_alike(
-    tally: Tally,
-    parameters: Sequence[nn.Parameter],
-    backward: Callable[..., object],
-    inputs: Sequence[Tensor],
-    filler: Sequence[float] | None = None,
-) -> None:
-    """Parameter gradients of one call are those of the same tokens cut, filled and repeated.
+def launch_alike(tally: Tally, launch: Launch) -> tuple[Tensor, ...]:
+    """Every schedule of a launch and every other way give the same bytes, which are returned.
 
-    `backward` runs forward and backward over some rows of every input [rows, ...]. `filler` is the
-    value of each input's filler rows, whose gradient must be zero; None: all zero.
+    Schedules that ask for more resources than the device has are left out; two must remain.
     """
-    rows = len(inputs[0])
-    values = filler or [0.0] * len(inputs)
+    operands, of = launch.operands(), launch.key
 
-    def gradients(cuts: Sequence[int], steps: int = 0) -> list[Tensor]:
-        for parameter in parameters:
-            parameter.grad = None
-        for begin, end in pairwise([0, *cuts, rows]):
-            # Whole steps of filler, its own last step completed first.
-            more = -(end - begin) % STEP + steps * STEP if steps else 0
-            backward(
-                *(
-                    torch.cat([x[begin:end], x.new_full((more, *x.shape[1:]), value)])
-                    for x, value in zip(inputs, values, strict=True)
-                )
-            )
-        return [p.grad.clone() for p in parameters if p.grad is not None]
+    def fitting(op: Op) -> None:
+        with suppress(OutOfResources):
+            op(*(x.clone() for x in operands))
 
-    whole = gradients(())
-    tally.expect("every parameter has a gradient", len(whole) == len(parameters))
-    half = STEP * (rows // STEP // 2)
-    uneven = sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0})
-    ways: dict[str, tuple[Sequence[int], int]] = {
-        "run again": ((), 0),
-        "one step a call": (range(STEP, rows, STEP), 0),
-        "the first step apart": ((STEP,), 0),
-        "two calls": ((half,), 0),
-        "uneven cuts": (uneven, 0),
-        "filler of 1 step": ((), 1),
-        "cut, filler of 3 steps": ((half,), 3),
-    }
-    for name, (cuts, steps) in ways.items():
-        for expected, actual in zip(whole, gradients(cuts, steps), strict=True):
-            tally.equal(name, expected, actual)
-
-
-def schedules_alike(
-    tally: Tally, name: str, entries: Iterable[_Entry], run: Callable[[_Entry], Tensor]
-) -> Tensor:
-    """Every entry of a table of schedules gives what the first one gives, which is returned.
-
-    Entries that ask for more resources than the device has are left out; two must remain. That none
-    remains is a ValueError.
-    """
-
-    def fitting(entry: _Entry) -> Tensor | None:
-        try:
-            return run(entry)
-        except OutOfResources:
-            return None
-
-    choices = list(entries)
-    compile_ahead(partial(fitting, choice) for choice in choices)
-    first: Tensor | None = None
-    used = 0
-    for choice in choices:
-        found = fitting(choice)
-        if found is not None:
-            used += 1
-            first = found if first is None else first
-            tally.equal(f"{name}, {choice}", first, found)
-    tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(choices)}")
-    if first is None:
-        raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
-    return first
+    compile_ahead(partial(fitting, op) for op in launch.candidates.values())
+    found = compare(launch, operands)
+    for error in found.unable.values():
+        if not isinstance(error, OutOfResources):
+            raise error
+    for name in found.equal:
+        tally.expect(f"{of}, {name}", all(bool(x.isfinite().all()) for x in found.reference))
+    for name, why in found.withdrawn.items():
+        tally.expect(f"{of}, {name}", False, why)
+    used = len(found.equal) + len(found.withdrawn)
+    tally.expect(f"{of}, entries that fit", used >= 2, f"{used} of {len(launch.candidates)}")
+    for way, op in launch.ways.items():
+        results = as_tuple(op(*(x.clone() for x in operands)))
+        for expected, result in zip(found.reference, results, strict=True):
+            tally.equal(f"{of}, {way}", expected, result)
+    return found.reference
 
 
 def case_rows_alike(
@@ -181,25 +127,50 @@ def case_ways_alike(tally: Tally, case: Case, rows: int) -> None:
 
 
 def case_cuts_alike(tally: Tally, case: Case, rows: int, op: Op | None = None) -> None:
-    """`cuts_alike` of a case's parameters; of `op`, which has no buffers, in its place."""
-    operands = case.draw(rows, 1)
-    own, inputs = operands[len(case.rows) :], operands[: len(case.rows)]
+    """Gradients of a case's parameters in one call are those of the same tokens cut, with filler
+    rows, whose gradient is zero, and repeated; of `op`, which has no buffers, in its place."""
+    operands, dys = case.draw(rows, 1), case.draw_dys(rows, 1)
+    count = len(case.rows)
+    inputs = (*operands[:count], *dys)
+    filler = [case.filler.get(name, 0.0) for name in case.rows] + [0.0] * len(dys)
     shared = [
         parameter_of(x) if name in case.parameters else x
-        for name, x in zip(case.shared, own, strict=True)
+        for name, x in zip(case.shared, operands[count:], strict=True)
     ]
     parameters = [x for x in shared if isinstance(x, nn.Parameter)]
     names = [f"{name}_grad" for name in case.parameters]
     buffers = dict(zip(names, map(GradientBuffer, parameters), strict=True)) if op is None else {}
-    run = op or case.call
 
-    def backward(*xs: Tensor) -> None:
-        found = as_tuple(run(*xs[: len(inputs)], *shared, **buffers))
-        _backward(found, xs[len(inputs) :])
+    def gradients(cuts: Sequence[int], steps: int = 0) -> list[Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        for begin, end in pairwise([0, *cuts, rows]):
+            # Whole steps of filler, its own last step completed first.
+            more = -(end - begin) % STEP + steps * STEP if steps else 0
+            xs = [
+                torch.cat([x[begin:end], x.new_full((more, *x.shape[1:]), value)])
+                for x, value in zip(inputs, filler, strict=True)
+            ]
+            found = (op or case.call)(*xs[:count], *shared, **buffers)
+            _backward(as_tuple(found), xs[count:])
+        return [p.grad.clone() for p in parameters if p.grad is not None]
 
-    dys = case.draw_dys(rows, 1)
-    filler = [case.filler.get(name, 0.0) for name in case.rows] + [0.0] * len(dys)
-    cuts_alike(tally, parameters, backward, (*inputs, *dys), filler)
+    whole = gradients(())
+    tally.expect("every parameter has a gradient", len(whole) == len(parameters))
+    half = STEP * (rows // STEP // 2)
+    uneven = sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0})
+    ways: dict[str, tuple[Sequence[int], int]] = {
+        "run again": ((), 0),
+        "one step a call": (range(STEP, rows, STEP), 0),
+        "the first step apart": ((STEP,), 0),
+        "two calls": ((half,), 0),
+        "uneven cuts": (uneven, 0),
+        "filler of 1 step": ((), 1),
+        "cut, filler of 3 steps": ((half,), 3),
+    }
+    for name, (cuts, steps) in ways.items():
+        for expected, actual in zip(whole, gradients(cuts, steps), strict=True):
+            tally.equal(name, expected, actual)
 
 
 def case_gradients(
@@ -228,38 +199,9 @@ def parameter_of(values: Tensor) -> nn.Parameter:
     return parameter
 
 
-def launch_alike(tally: Tally, launch: Launch) -> Tensor:
-    """Every schedule of a launch and every other way give the same bytes, which are returned. Each
-    call has operands of its own, since it may write into them."""
-    operands = launch.operands()
-
-    def joined(found: Any) -> Tensor:
-        parts = as_tuple(found)
-        return parts[0] if len(parts) == 1 else torch.cat([x.float().flatten() for x in parts])
-
-    def by_schedule(schedule: Any) -> Tensor:
-        return joined(launch.run(schedule, *(x.clone() for x in operands)))
-
-    whole = schedules_alike(tally, launch.name, launch.schedules, by_schedule)
-    for way, op in launch.ways.items():
-        found = joined(op(*(x.clone() for x in operands)))
-        tally.equal(f"{launch.name}, {way}", whole, found)
-    return whole
-
-
 def rows_of(*parts: Tensor) -> Tensor:
     """Results of one call side by side, exactly: [rows, ...] each -> fp32 [rows, columns]."""
     return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
-
-
-def leaf_gradients(
-    op: Callable[..., Tensor | Sequence[Tensor]], operands: Sequence[Tensor], *dys: Tensor
-) -> list[Tensor]:
-    """Gradients of all operands; one of `dys` per output."""
-    leaves = [x.detach().clone().requires_grad_() for x in operands]
-    found = op(*leaves)
-    torch.autograd.backward([found] if isinstance(found, Tensor) else list(found), list(dys))
-    return [x.grad for x in leaves if x.grad is not None]
 
 
 def misaligned(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.context import BaseContext
 from threading import Thread
 
 import torch
@@ -62,27 +63,23 @@ def run_in_processes(
     room = math.inf
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0] - processes * CONTEXT_BYTES
+    held: list[float] = [job.memory for job in jobs]
     ranks = [[job.scope.endswith(op) for op in LONGEST] for job in jobs]
-    waiting = sorted(range(len(jobs)), key=lambda i: (ranks[i], jobs[i].memory), reverse=True)
+    waiting = sorted(range(len(jobs)), key=lambda i: (ranks[i], held[i]), reverse=True)
     running: dict[Future[list[Result]], int] = {}
-    alone: set[int] = set()
-    children = {child.pid for child in active_children()}
-    # Forked from a process that has imported torch, which is most of a start; CUDA bars that.
-    context = get_context("spawn" if device.type == "cuda" else "forkserver")
-    if device.type != "cuda":
-        context.set_forkserver_preload([__name__])
+    before = {child.pid for child in active_children()}
+    context = start_method(device.type, __name__)
     with ProcessPoolExecutor(processes, context, _begin_process, given) as pool:
         try:
             while waiting or running:
-                held = [math.inf if i in alone else job.memory for i, job in enumerate(jobs)]
                 for i in _next(held, waiting, running.values(), room, processes):
                     waiting.remove(i)
                     running[pool.submit(_run_job, jobs[i])] = i
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     i = running.pop(future)
-                    error = future.exception()
-                    if isinstance(error, torch.OutOfMemoryError) and i not in alone:
-                        alone.add(i)
+                    lacked_memory = isinstance(future.exception(), torch.OutOfMemoryError)
+                    if lacked_memory and held[i] < math.inf:
+                        held[i] = math.inf
                         waiting.append(i)
                         continue
                     found[i] = future.result()
@@ -91,17 +88,27 @@ def run_in_processes(
         except BaseException:
             # They may have minutes to go, and nobody waits for what they find.
             for child in active_children():
-                if child.pid not in children:
+                if child.pid not in before:
                     child.terminate()
             pool.shutdown(cancel_futures=True)
             raise
     return [result for i in range(len(jobs)) for result in found[i]]
 
 
+def start_method(device: str, module: str) -> BaseContext:
+    """How processes for a kind of device start: forked from one that has imported a module, torch
+    with it, which is most of a start; CUDA bars that."""
+    context = get_context("spawn" if device == "cuda" else "forkserver")
+    if device != "cuda":
+        context.set_forkserver_preload([module])
+    return context
+
+
 def _next(
     held: Sequence[float], waiting: Sequence[int], running: Iterable[int], room: float, most: int
 ) -> list[int]:
-    """The jobs to begin now, by the memory each holds. One that is alone may take what there is."""
+    """The jobs to begin now, by the memory each holds; one that holds more than there is runs
+    alone."""
     begun = list(running)
     before = len(begun)
     for i in waiting:
@@ -114,30 +121,28 @@ def _next(
 def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
     # An interrupt from the terminal reaches every process; the first one reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(threads)
     use_workers(compiling)
     if device.type == "cuda" and device.index is not None:
-        _wait_without_spinning(device.index)
+        # A process that waits for the GPU leaves its core to those that compile.
+        driver, blocking_sync = ctypes.CDLL("libcuda.so.1"), 4  # CU_CTX_SCHED_BLOCKING_SYNC
+        if driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(device.index, blocking_sync):
+            raise RuntimeError("the CUDA driver does not take blocking waits.")
         torch.cuda.set_device(device)
 
 
-def _wait_without_spinning(index: int) -> None:
-    """A process that waits for the GPU leaves its core to those that compile."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    blocking_sync = 4  # CU_CTX_SCHED_BLOCKING_SYNC
-    refused = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(index, blocking_sync)
-    if refused:
-        raise RuntimeError(f"the CUDA driver does not take blocking waits: error {refused}.")
-
-
 def end_with_parent() -> None:
-    """End this process with its parent. Otherwise a pool's processes would wait for work for ever
-    once the first was killed."""
+    """Let this process end with its parent. Otherwise a pool's processes would wait for work for
+    ever once the first was killed."""
     parent = parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=end, daemon=True).start()
 
 
 def _run_job(job: Job) -> list[Result]:
@@ -145,17 +150,20 @@ def _run_job(job: Job) -> list[Result]:
     try:
         return job.run(lambda result: torch.cuda.empty_cache())
     except BaseException as error:
-        if not _can_be_sent(error):
+        try:
+            arrives = type(pickle.loads(pickle.dumps(error))) is type(error)
+        except (
+            pickle.PickleError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):
+            arrives = False
+        if not arrives:  # it would break the pool
             raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
     finally:
         gc.collect()  # a patched model is a cycle of references
         torch.cuda.empty_cache()
-
-
-def _can_be_sent(error: BaseException) -> bool:
-    """Whether an error arrives in another process; one that does not breaks the pool."""
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except (pickle.PickleError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return False

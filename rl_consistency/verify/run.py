@@ -18,8 +18,6 @@ from rl_consistency.verify.checks import (
     identity,
     ops,
     rollout,
-    routing_schedules,
-    row_schedules,
     schedules,
     whole_model,
 )
@@ -62,19 +60,19 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
 """(claim, subject, what is varied, check) for every op and dtype."""
 
 SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
-    ("matmul", schedules.check_matmul_schedules),
-    ("fused products", schedules.check_fused_product_schedules),
-    ("gradient fold", schedules.check_gradient_fold_schedules),
-    ("attention", schedules.check_attention_schedules),
-    ("token_logprobs", schedules.check_token_logprobs_schedules),
-    ("glu", row_schedules.check_glu_schedules),
-    ("rotary", row_schedules.check_rotary_schedules),
-    ("rms_norm", row_schedules.check_rms_norm_schedules),
-    ("gradient rows", row_schedules.check_gradient_row_schedules),
-    ("sampling", row_schedules.check_sampling_schedules),
-    ("router", routing_schedules.check_router_schedules),
-    ("experts", routing_schedules.check_expert_schedules),
-    ("experts backward", routing_schedules.check_expert_gradient_schedules),
+    ("matmul", schedules.check_matmul),
+    ("fused products", partial(schedules.check_launches, of=schedules.fused_products)),
+    ("gradient fold", partial(schedules.check_launches, of=schedules.gradient_folds)),
+    ("attention", partial(schedules.check_launches, of=schedules.attention)),
+    ("token_logprobs", partial(schedules.check_launches, of=schedules.token_logprobs)),
+    ("glu", partial(schedules.check_launches, of=schedules.gated)),
+    ("rotary", partial(schedules.check_launches, of=schedules.rotation)),
+    ("rms_norm", partial(schedules.check_launches, of=schedules.norms)),
+    ("gradient rows", partial(schedules.check_launches, of=schedules.gradient_rows)),
+    ("sampling", schedules.check_sampling),
+    ("router", partial(schedules.check_launches, of=schedules.router)),
+    ("experts", partial(schedules.check_launches, of=schedules.experts)),
+    ("experts backward", partial(schedules.check_launches, of=schedules.experts_backward)),
 )
 """(op, check) for the tables of schedules of all ops; on a GPU only: the CPU has one schedule per
 op."""
@@ -129,7 +127,7 @@ def process_checks(device: torch.device = CPU) -> list[Check]:
 
 def op_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every op in one dtype, at one set of sizes."""
-    return [_op_check(*row, setup) for row in OP_CHECKS]
+    return _op_checks(OP_CHECKS, setup)
 
 
 def schedule_checks_in(setup: OpSetup) -> list[Check]:
@@ -137,7 +135,7 @@ def schedule_checks_in(setup: OpSetup) -> list[Check]:
     if setup.device.type != "cuda":
         return []
     what = "every entry of the table"
-    return [_op_check("C1", f"schedules: {op}", what, body, setup) for op, body in SCHEDULE_CHECKS]
+    return _op_checks([("C1", f"schedules: {op}", what, c) for op, c in SCHEDULE_CHECKS], setup)
 
 
 @contextmanager
@@ -155,9 +153,10 @@ def chain_rows(dtype: torch.dtype) -> list[tuple[str, str, str, ChainCheck]]:
     return [row for row in CHAIN_CHECKS if row[0] != "C3" or dtype != torch.float16]
 
 
-def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
+def _op_checks(rows: Sequence[tuple[str, str, str, OpCheck]], setup: OpSetup) -> list[Check]:
     scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
-    return _check(claim, subject, what, _with_settings, scope, check=body, setup=setup)
+    given = {"body": _with_settings, "scope": scope, "setup": setup}
+    return [_check(claim, op, what, check=check, **given) for claim, op, what, check in rows]
 
 
 def _with_settings(tally: Tally, check: OpCheck, setup: OpSetup) -> None:
@@ -196,7 +195,7 @@ def jobs_of(targets: Sequence[Target]) -> list[Job]:
     return jobs
 
 
-def _jobs_of_ops(setups: Sequence[OpSetup]) -> list[Job]:
+def _jobs_of_ops(setups: Sequence[OpSetup]) -> Iterator[Job]:
     """One job for each op's check, at all sizes of a dtype: they share what has to be compiled."""
     # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
     real = [s for s in setups if s.shapes.name]
@@ -205,12 +204,10 @@ def _jobs_of_ops(setups: Sequence[OpSetup]) -> list[Job]:
         *zip(*map(schedule_checks_in, real or setups), strict=True),
     ]
     table = max((s.shapes.vocab_size * s.shapes.hidden_size for s in real), default=0)
-    jobs = []
     for checks in by_op:
         key, memory = checks[0].key, OP_BYTES if real else TINY_BYTES
         memory += table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
-        jobs.append(Job(scope=key, memory=memory, open=partial(nullcontext, [*checks])))
-    return jobs
+        yield Job(scope=key, memory=memory, open=partial(nullcontext, [*checks]))
 
 
 def run_checks(

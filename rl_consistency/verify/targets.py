@@ -49,11 +49,14 @@ def default_targets(
     GPU: all of these and the smallest model of real shape over one sweep.
     """
     cuda = device.type == "cuda"
-    targets = []
-    for i, name in enumerate((*PRESETS, next(iter(REAL_PRESETS))) if cuda else PRESETS):
-        smaller = quick or (i > 0 and not cuda)
-        targets += preset_targets(name, dtypes, device=device, quick=smaller)
-    return targets
+    names = (*PRESETS, next(iter(REAL_PRESETS))) if cuda else tuple(PRESETS)
+    return [
+        target
+        for i, name in enumerate(names)
+        for target in preset_targets(
+            name, dtypes, device=device, quick=quick or (i > 0 and not cuda)
+        )
+    ]
 
 
 def preset_targets(
@@ -68,9 +71,8 @@ def preset_targets(
     `quick` takes the smaller sweep, and two layers of a model of real shape; None: on a GPU only.
     An unknown preset, or one too large for a CPU, is a ValueError.
     """
-    cuda = device.type == "cuda"
+    cuda, real = device.type == "cuda", name in REAL_PRESETS
     quick = cuda if quick is None else quick
-    real = name in REAL_PRESETS
     layers = 2 if real and quick else None
     config = preset_config(name, num_layers=layers)
     if real and not cuda:
@@ -78,18 +80,10 @@ def preset_targets(
             f"preset {name!r} has its real shapes, which take hours on a CPU; run it with --device "
             f"cuda, or choose one of {', '.join(PRESETS)}."
         )
-    return [
-        Target(
-            name=name,
-            dtype=dtype,
-            device=device,
-            sweep=sweep_for(device, quick=quick),
-            build=partial(build_preset, name, dtype, device=device, num_layers=layers),
-            parameters=count_parameters(config),
-            shapes=shapes_of(name, config) if real else TINY_SHAPES,
-        )
-        for dtype in dtypes or (DTYPES if cuda else DTYPES[:2])
-    ]
+    build = partial(build_preset, name, device=device, num_layers=layers)
+    shapes = shapes_of(name, config) if real else TINY_SHAPES
+    chosen = dtypes or (DTYPES if cuda else DTYPES[:2])
+    return _targets(name, config, chosen, device, quick, build, shapes)
 
 
 def directory_targets(
@@ -115,26 +109,28 @@ def directory_targets(
             f"{directory} is in {unknown[0]}; canonical orders exist for {allowed}. Choose one "
             "with --dtype."
         )
+    build = partial(_load, directory, device)
+    return _targets(directory.name, config, chosen, device, quick, build)
+
+
+def _targets(
+    name: str,
+    config: PreTrainedConfig,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    quick: bool,
+    build: Callable[[torch.dtype], nn.Module],
+    shapes: OpShapes = TINY_SHAPES,
+) -> list[Target]:
+    with torch.device("meta"):  # no weight is made
+        model = AutoModelForCausalLM.from_config(config)
+    parameters, sweep = sum(p.numel() for p in model.parameters()), sweep_for(device, quick=quick)
+    given = {"name": name, "device": device, "sweep": sweep, "parameters": parameters}
     return [
-        Target(
-            name=directory.name,
-            dtype=dtype,
-            device=device,
-            sweep=sweep_for(device, quick=quick),
-            build=partial(_load, directory, dtype, device),
-            parameters=count_parameters(config),
-        )
-        for dtype in chosen
+        Target(**given, dtype=dtype, build=partial(build, dtype), shapes=shapes) for dtype in dtypes
     ]
 
 
-def count_parameters(config: PreTrainedConfig) -> int:
-    """Parameters of a causal LM, each counted once; no weight is made."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _load(directory: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     model = read_model(directory, dtype)
     return model.to(device).eval()  # type: ignore[return-value]

@@ -1,5 +1,7 @@
 """The sum over leaves has the bits of a plain left fold on one to four ranks; mutants have not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +14,20 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.verify.mutants.sums import (
     ContiguousLeaves,
-    FillerAdded,
     LowPrecision,
     OtherRankOrder,
     RankApart,
     StockSum,
 )
+
+
+class FillerAdded(OrderedSum):
+    """A rank without a part sends its zeros."""
+
+    def __init__(self, world, order):
+        super().__init__(world, order)
+        self.rounds = [replace(r, senders=world.size) for r in self.rounds]
+
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "up": (6, 4), "head": (11,)}
 SEQUENCES = 17
@@ -91,26 +101,15 @@ def test_groups_that_the_ranks_do_not_divide(run_ranks):
     assert run_ranks(4, step, order, ranks_per_node=2) == [reference(order)] * 4
 
 
-def test_buckets_do_not_matter(run_ranks):
-    for bucket_bytes in (1, 10_000):
-        found = run_ranks(3, step, PartOrder(4), OrderedSum, bucket_bytes)
+@pytest.mark.parametrize("filler", [True, False])
+def test_buckets_do_not_matter_nor_what_a_rank_without_a_leaf_gives(run_ranks, filler):
+    for bucket_bytes in (1, 100, 10_000):
+        found = run_ranks(3, step, PartOrder(4), OrderedSum, bucket_bytes, filler)
         assert found == [reference(PartOrder(4))] * 3
 
 
-def test_a_rank_without_a_leaf_need_not_give_gradients(run_ranks):
-    for bucket_bytes in (1, 100):
-        found = run_ranks(3, step, PartOrder(4), OrderedSum, bucket_bytes, False)
-        assert found == [reference(PartOrder(4))] * 3
-
-
-MUTANTS = {
-    StockSum: (2, 4),
-    ContiguousLeaves: (2, 4),
-    FillerAdded: (3,),
-    OtherRankOrder: (2,),
-    LowPrecision: (2,),
-    RankApart: (2,),
-}
+IN_TWO = dict.fromkeys((OtherRankOrder, LowPrecision, RankApart), (2,))
+MUTANTS = {StockSum: (2, 4), ContiguousLeaves: (2, 4), FillerAdded: (3,), **IN_TWO}
 """With the worlds in which the mutant is tried."""
 
 
@@ -197,22 +196,19 @@ def test_a_gradient_missing_on_one_rank_is_named_on_every_rank(run_ranks, bucket
 def test_bad_gradients_are_refused_by_name():
     buckets = GradientBuckets(OrderedSum(ALONE, PartOrder(1)), SHAPES)
     next(buckets.step())
-    with pytest.raises(ValueError, match=r"nose, \[5\], is not expected.*no such parameter"):
-        buckets.put("nose", torch.zeros(5))
-    with pytest.raises(TypeError, match="norm must be torch.float32, got torch.bfloat16"):
-        buckets.put("norm", torch.zeros(5, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"norm, \[4\], is not expected.*its shape is \[5\]"):
-        buckets.put("norm", torch.zeros(4))
-    buckets.put("norm", torch.zeros(5))
-    with pytest.raises(ValueError, match="norm, .* gives one per leaf"):
-        buckets.put("norm", torch.zeros(5))
-
-
-def test_bad_vectors_are_refused():
+    buckets.put("head", torch.zeros(11))
+    for name, gradient, message in (
+        ("nose", torch.zeros(5), r"nose, \[5\], is not expected.*no such parameter"),
+        ("norm", torch.zeros(5).bfloat16(), "norm must be torch.float32, got torch.bfloat16"),
+        ("norm", torch.zeros(4), r"norm, \[4\], is not expected.*its shape is \[5\]"),
+        ("head", torch.zeros(11), "head, .* gives one per leaf"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            buckets.put(name, gradient)
     total = OrderedSum(ALONE, PartOrder(1))
     next(total.step())
     with pytest.raises(TypeError, match="x must be torch.float32, got torch.float64"):
-        total.add("x", torch.zeros(3, dtype=torch.float64))
+        total.add("x", torch.zeros(3).double())
     with pytest.raises(ValueError, match="x must be a vector"):
         total.add("x", torch.zeros(3, 3))
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.cache_write_triton import cache_write
+from rl_consistency.kernels.attention.paged_cache_triton import cache_write
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.decode_graphs import DecodeCall, buckets_up_to

@@ -28,7 +28,6 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.stopwatch import ColdDevice
 from rl_consistency.tuning.tune import tune, tune_device
-from rl_consistency.tuning.work import work_of
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +62,7 @@ def works_of(dtype):
     # The head's fused products are tuned where descriptors are.
     if dtype != FP32 and has_tma(DEVICE):
         found += [launches.head(on, kind, 300, 1024, 256) for kind in ("statistics", "gradient")]
-    return [work_of(launch) for launch in found]
+    return found
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -150,7 +149,7 @@ def test_a_rollout_tuned_in_its_middle_has_the_same_tokens_and_logprobs(
 
 def test_a_bench_is_cold_and_times_more_work_as_longer():
     bench = ColdDevice(DEVICE)
-    works = [work_of(launches.product(HALF, "nt", m, 4096, 4096)) for m in (16, 8192)]
+    works = [launches.product(HALF, "nt", m, 4096, 4096) for m in (16, 8192)]
     seconds = []
     with numeric_settings(), torch.no_grad():
         for work in works:

@@ -10,7 +10,7 @@ from rl_consistency.cases.case import TINY_SHAPES
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.verify.checks.schedules import check_matmul_schedules
+from rl_consistency.verify.checks.schedules import check_matmul
 from rl_consistency.verify.claims import CLAIMS, Tally
 from rl_consistency.verify.mutants.run import mutants_on, run_controls, run_mutant
 from rl_consistency.verify.presets import build_preset
@@ -68,14 +68,14 @@ def test_products_of_the_library_are_audited_and_another_order_is_found(
     setup = OpSetup(dtype=dtype, device=CUDA, sweep=QUICK, shapes=shapes)
     right, wrong, library = Tally(), Tally(), cublaslt.library_product
     with numeric_settings():
-        check_matmul_schedules(right, setup)
+        check_matmul(right, setup)
         assert right.detail == ""
         report = audit.schedule_audit()
         assert report.audited == report.calls > 0
         monkeypatch.setattr(
             cublaslt, "library_product", lambda *operands: library(*operands) * (1 + 2**-7)
         )
-        check_matmul_schedules(wrong, setup)
+        check_matmul(wrong, setup)
     assert wrong.mismatches > 0
     assert audit.schedule_audit().differing > 0
 

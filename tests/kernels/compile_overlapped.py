@@ -12,7 +12,7 @@ from rl_consistency.kernels.attention.layout import (
     SharedRun,
     SharedTables,
 )
-from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
+from rl_consistency.kernels.attention.paged_cache_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST, Cut
 from rl_consistency.kernels.experts.pairs_triton import combine_fwd, expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd

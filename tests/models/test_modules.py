@@ -22,11 +22,6 @@ def sequences(model):
     return probe_tokens(LENGTHS, model.config.vocab_size)
 
 
-def packed(tokens):
-    flat = torch.tensor([[t for s in tokens for t in s]])
-    return flat, torch.cat([torch.arange(len(s)) for s in tokens])[None]
-
-
 def loss(logits, targets):
     """A sum over tokens, so that the calls of a batch add up to the batch."""
     chosen = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
@@ -42,19 +37,20 @@ def gradients(model, calls):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def padded(tokens, layout="left_padded"):
+    ids, mask = lay_out(tokens, layout)
+    return ids, {"attention_mask": mask}, mask.bool()
+
+
 def call_forms(model):
     tokens = sequences(model)
     yield "single", [(torch.tensor([s]), {}, torch.ones(1, len(s)).bool()) for s in tokens]
     for layout in ("left_padded", "right_padded"):
-        ids, mask = lay_out(tokens, layout)
-        yield layout, [(ids, {"attention_mask": mask}, mask.bool())]
-    flat, positions = packed(tokens)
+        yield layout, [padded(tokens, layout)]
+    flat = torch.tensor([[t for s in tokens for t in s]])
+    positions = torch.cat([torch.arange(len(s)) for s in tokens])[None]
     yield "packed", [(flat, {"position_ids": positions}, torch.ones_like(flat).bool())]
-    halves = []
-    for part in (tokens[:1], tokens[1:]):
-        ids, mask = lay_out(part, "left_padded")
-        halves.append((ids, {"attention_mask": mask}, mask.bool()))
-    yield "uneven", halves
+    yield "uneven", [padded(tokens[:1]), padded(tokens[1:])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,28 +179,27 @@ def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(mon
     x = torch.zeros(1, 3, 96)
     with patch(model):
         pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
+        fuses = partial(modules._may_fuse, x, pair)
         with torch.no_grad():
-            assert not modules._may_fuse(x, pair)
+            assert not fuses()
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        assert not modules._may_fuse(x, pair)
+        assert not fuses()
         with torch.no_grad():
-            assert modules._may_fuse(x, pair)
+            assert fuses()
             with strict(except_={"linear"}):
-                assert not modules._may_fuse(x, pair)
-            everywhere = register_module_forward_hook(lambda *_: None)
-            assert not modules._may_fuse(x, pair)
-            everywhere.remove()
-            assert modules._may_fuse(x, pair)
+                assert not fuses()
+            with register_module_forward_hook(lambda *_: None):
+                assert not fuses()
+            assert fuses()
             pair[1].compile(backend="eager")
-            assert not modules._may_fuse(x, pair)
+            assert not fuses()
             pair[1]._compiled_call_impl = None
-            assert modules._may_fuse(x, pair)
             with monkeypatch.context() as own:
                 own.setattr(pair[1], "forward", torch.zeros_like, raising=False)
-                assert not modules._may_fuse(x, pair)
-            assert modules._may_fuse(x, pair)
+                assert not fuses()
+            assert fuses()
             pair[0].register_forward_hook(lambda *_: None)
-            assert not modules._may_fuse(x, pair)
+            assert not fuses()
 
 
 def test_a_dense_mlp_is_called_as_stock_calls_it():
@@ -231,10 +226,8 @@ def test_an_addition_joined_to_the_next_norm_has_the_bytes_of_one_apart(preset, 
             model.zero_grad()
             hidden = packed_hidden_states(model, batch)
             hidden.float().sum().backward()
-            gradients = {
-                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-            }
-            found[name] = {"hidden": hidden.detach(), **gradients}
+            trained = ((n, p) for n, p in model.named_parameters() if p.grad is not None)
+            found[name] = {"hidden": hidden.detach(), **{n: p.grad.clone() for n, p in trained}}
             layers[0].register_forward_hook(lambda *call: None)  # from now on it is seen
     assert first_difference(found["joined"], found["apart"]) is None
 

@@ -22,12 +22,8 @@ CONTEXTS = [2, 5, 12]
 
 def attended(keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """One query of each of three sequences, [3, 2, 16]."""
-    numbers = SequenceTables(
-        torch.arange(3, dtype=torch.int32),
-        torch.ones(3, dtype=torch.int32),
-        torch.tensor(CONTEXTS, dtype=torch.int32),
-        torch.tensor(TABLES, dtype=torch.int32),
-    )
+    given = (torch.arange(3), torch.ones(3), torch.tensor(CONTEXTS), torch.tensor(TABLES))
+    numbers = SequenceTables(*(values.to(torch.int32) for values in given))
     layout = CapturedPagedAttention.of(
         numbers,
         queries=1,

@@ -34,11 +34,8 @@ def test_a_watched_part_of_the_attention_is_called(part, kind):
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_torch_tells_of_every_kind_of_hook_on_all_modules(kind):
     assert not modules._has_any_global_hook()
-    handle = getattr(module, f"register_module_{kind}_hook")(lambda *_: None)
-    try:
+    with getattr(module, f"register_module_{kind}_hook")(lambda *_: None):
         assert modules._has_any_global_hook()
-    finally:
-        handle.remove()
     assert not modules._has_any_global_hook()
 
 
@@ -57,7 +54,7 @@ class Doubled(nn.Module):
 def test_a_part_of_another_class_is_called(gradients):
     model = build_preset("tiny-llama")
     x = torch.full((1, 3, 96), 0.125, requires_grad=True)
-    with patch(model), nullcontext() if gradients else torch.no_grad():
+    with patch(model), torch.set_grad_enabled(gradients):
         mlp = model.model.layers[0].mlp
         down = mlp.down_proj
         expected = 2 * mlp(x)
@@ -138,14 +135,10 @@ def test_a_hook_may_come_or_go_between_a_checkpointed_pass_and_its_repetition(fi
         expected = step(model)
         model.zero_grad(set_to_none=True)
         for seed, lengths in enumerate(BATCHES):
-            hook = down.register_forward_hook(lambda *_: None) if first else None
-            value = loss(model, lengths, seed)
-            if hook is None:
-                hook = down.register_forward_hook(lambda *_: None)
-            else:
-                hook.remove()
-            value.backward()
-            hook.remove()
+            with down.register_forward_hook(lambda *_: None) if first else nullcontext():
+                value = loss(model, lengths, seed)
+            with nullcontext() if first else down.register_forward_hook(lambda *_: None):
+                value.backward()
         assert same(gradients(model), expected)
 
 

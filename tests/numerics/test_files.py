@@ -18,40 +18,25 @@ def state(folder):
     }
 
 
-@pytest.fixture
-def unwritable(tmp_path, request):
-    """Paths at which no file can be written, by what is wrong with them."""
+UNWRITABLE = {
+    "a directory": "",
+    "no directory around it": "absent/x.json",
+    "under a file": "file/x.json",
+    "a place without files": READ_ONLY / "x.json",
+    "a file of such a place": READ_ONLY / "version",
+    "too long a name": f"{'x' * 251}.json",
+}
+
+
+@pytest.mark.parametrize("place", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_a_file_that_cannot_be_written_is_refused_by_option_and_path(place, tmp_path):
     (tmp_path / "file").write_text("kept")
-    return {
-        "a directory": tmp_path,
-        "no directory around it": tmp_path / "absent" / "x.json",
-        "under a file": tmp_path / "file" / "x.json",
-        "a place without files": READ_ONLY / "x.json",
-        "a file of such a place": READ_ONLY / "version",
-        "too long a name": tmp_path / f"{'x' * 251}.json",
-    }[request.param]
-
-
-@pytest.mark.parametrize(
-    "unwritable",
-    [
-        "a directory",
-        "no directory around it",
-        "under a file",
-        "a place without files",
-        "a file of such a place",
-        "too long a name",
-    ],
-    indirect=True,
-)
-def test_a_file_that_cannot_be_written_is_refused_by_option_and_path(unwritable, tmp_path):
-    before = state(tmp_path)
+    file, before = tmp_path / place, state(tmp_path)
     with pytest.raises(OSError) as refusal:
-        require_writable("--json", unwritable)
-    assert f"--json {unwritable}: " in str(refusal.value)
-    assert state(tmp_path) == before
+        require_writable("--json", file)
+    assert f"--json {file}: " in str(refusal.value)
     with pytest.raises(OSError):
-        write_output(unwritable, "new")
+        write_output(file, "new")
     assert state(tmp_path) == before
 
 
@@ -69,24 +54,15 @@ def test_a_read_only_file_is_refused_though_its_folder_could_replace_it(tmp_path
         require_writable("--json", file)
 
 
-def test_asking_leaves_nothing_and_changes_nothing(tmp_path):
-    file = tmp_path / "x.json"
-    require_writable("--json", file)
-    assert state(tmp_path) == {}
-    file.write_text("kept")
-    before = state(tmp_path)
-    require_writable("--json", file)
-    assert state(tmp_path) == before
-
-
-def test_a_file_that_is_accepted_is_written_whole(tmp_path, monkeypatch):
+def test_asking_changes_nothing_and_what_is_accepted_is_written_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for content in ("first", "second"):
+        before = state(tmp_path)
         require_writable("--json", Path("x.json"))
+        assert state(tmp_path) == before
         write_output(Path("x.json"), content)
-        assert {name: text for name, (text, *_) in state(tmp_path).items()} == {
-            "x.json": content.encode()
-        }
+        written = {name: text for name, (text, *_) in state(tmp_path).items()}
+        assert written == {"x.json": content.encode()}
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):

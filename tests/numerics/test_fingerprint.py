@@ -75,10 +75,7 @@ def test_on_a_gpu_it_covers_the_device_and_what_compiles_for_it(monkeypatch):
     assert not {"num_threads", "cpu_model"} & entries.keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"],
-)
+@pytest.mark.parametrize("name", ["MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"])
 def test_a_variable_that_a_matrix_library_reads_shows(monkeypatch, name):
     monkeypatch.delenv(name, raising=False)
     expected = fingerprint()

@@ -48,14 +48,10 @@ def test_blocks_may_end_in_any_order(loosened):
 
 
 def test_every_setting_that_a_library_schedule_needs_is_held():
-    names = {setting.name for setting in SETTINGS}
-    assert names >= {
-        "cuda.preferred_blas_library",
-        "cuda.matmul.allow_bf16_reduced_precision_reduction",
-        "cuda.matmul.allow_fp16_reduced_precision_reduction",
-        "cuda.matmul.allow_fp16_accumulation",
-        "cuda.matmul.allow_tf32",
-    }
+    reductions = {f"allow_{t}_reduced_precision_reduction" for t in ("bf16", "fp16")}
+    flags = {"allow_fp16_accumulation", "allow_tf32", *reductions}
+    needed = {"cuda.preferred_blas_library", *(f"cuda.matmul.{flag}" for flag in flags)}
+    assert {setting.name for setting in SETTINGS} >= needed
 
 
 def test_split_sums_are_off_inside_and_given_back_outside():

@@ -97,19 +97,10 @@ def test_the_variable_chooses_where_no_block_does(text, expected, environment):
         assert stock_ops() == set()
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("true", "allowed: 1, 0, or ops to leave out"),
-        ("", "allowed: 1, 0"),
-        ("attention", "allowed: 1, 0"),
-        ("-attention,linear", "allowed: 1, 0"),
-        ("-atention", "unknown op 'atention'"),
-    ],
-)
-def test_a_mistyped_variable_is_refused(text, message, environment):
+@pytest.mark.parametrize("text", ["true", "", "attention", "-attention,linear", "-atention"])
+def test_a_mistyped_variable_is_refused(text, environment):
     environment(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="allowed: 1, 0, or ops|unknown op 'atention'"):
         is_canonical("linear")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_consistency.cases.launches import Launch
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.tuning import measure
-from rl_consistency.tuning.work import Work
 
 
 class Candidate:
@@ -95,6 +95,6 @@ def make_work():
             "picked": next(iter(candidates)),
             "entry": "add/n8/m1",
         }
-        return Work(**fields | changes)
+        return Launch(**fields | changes)
 
     return make

@@ -27,7 +27,7 @@ def test_every_work_has_a_name_and_candidates_and_its_default_is_one_of_them(wor
     assert len({work.entry for work in works}) == len(works)
     for work in works:
         assert work.entry and work.picked in work.candidates, work.key
-        assert work.seconds > 0 and work.moved_bytes > 0
+        assert work.seconds > 0 and work.moved > 0
     assert [work.seconds for work in works] == sorted((w.seconds for w in works), reverse=True)
 
 

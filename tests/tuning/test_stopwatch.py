@@ -1,7 +1,5 @@
 """Rounds alternate between contestants, each round another one first."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -45,47 +43,3 @@ def test_what_does_not_compile_ahead_is_left_to_the_call_and_other_errors_are_no
         else:
             with pytest.raises(RuntimeError, match="CUDA error"):
                 bench.prepare([])
-
-
-class FakeGraph:
-    """Counts captures that are open, and replays."""
-
-    def __init__(self):
-        self.pool, self.open, self.replays = None, False, 0
-
-    def capture_begin(self, pool, mode):
-        assert mode == "thread_local" and not self.open
-        self.pool, self.open = pool, True
-
-    def capture_end(self):
-        self.open = False
-
-    def replay(self):
-        assert not self.open
-        self.replays += 1
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """A cold device whose graphs take 3 ms each -> (device, the graphs)."""
-    graphs = []
-
-    def graph():
-        graphs.append(FakeGraph())
-        return graphs[-1]
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    event = SimpleNamespace(
-        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 3.0
-    )
-    for name, stand_in in {
-        "CUDAGraph": graph,
-        "Event": lambda enable_timing: event,
-        "current_stream": lambda device: stream,
-        "stream": lambda stream: nullcontext(),
-        "graph_pool_handle": object,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    cold = ColdDevice.__new__(ColdDevice)
-    cold.device, cold._stream, cold._flush = torch.device("cpu"), stream, torch.ones(3)
-    return cold, graphs

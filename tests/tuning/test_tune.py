@@ -45,7 +45,7 @@ def test_a_spent_budget_leaves_the_rest_out_by_name_and_the_next_run_goes_on(wor
 
 
 def test_a_work_without_room_is_left_out(works, make_bench, make_work, candidate, store):
-    large = make_work({"own": candidate(1e-6)}, entry="large", moved_bytes=2.0**31)
+    large = make_work({"own": candidate(1e-6)}, entry="large", moved=2.0**31)
     report = tune_works([large, works[0]], make_bench(free=2.0**31), store, clock=lambda: 0.0)
     assert report.left_out == {"large": "it needs 6.0 GiB of free memory"}
     assert len(report.outcomes) == 1

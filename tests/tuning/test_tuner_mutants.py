@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from rl_consistency.cases import launches
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner, choose
-from rl_consistency.tuning import measure, work
+from rl_consistency.tuning import measure
 from rl_consistency.tuning.measure import measured
 from rl_consistency.tuning.tune import tune_works
 
@@ -63,7 +64,7 @@ def test_a_tuner_that_looks_at_the_largest_rows_only_is_caught(
 
 
 def test_a_tuner_that_compares_no_bytes_is_caught(tuned, monkeypatch):
-    monkeypatch.setattr(work, "_differing", lambda a, b: 0)
+    monkeypatch.setattr(launches, "_differing", lambda a, b: 0)
     report = tuned()
     assert not finds_the_wrong_one(report) and not keeps_the_fastest(report)
 
@@ -80,14 +81,12 @@ def test_a_cache_that_trusts_what_it_knows_is_caught(tuned, store, monkeypatch):
     """The mutant takes a known winner without comparing its bytes."""
     store.keep(ENTRY, Winner("wrong", 1.0, 10.0))
 
-    def trusting(work, operands, only=()):
-        return measure.compare_all(work, operands) if not only else blind(work, only)
+    def trusting(work, operands, only):
+        if set(only) == set(work.candidates):
+            return launches.compare(work, operands)
+        blind = {name: work.candidates[name] for name in only}
+        return launches.Comparison((), work.default, blind, {}, {})
 
-    def blind(given, only):
-        calls = {name: given.candidates[name] for name in (given.default, *only)}
-        return work.Comparison(calls, {}, {}, {})
-
-    monkeypatch.setattr(measure, "compare_all", work.compare, raising=False)
     monkeypatch.setattr(measure, "compare", trusting)
     assert not finds_the_wrong_one(tuned())
 

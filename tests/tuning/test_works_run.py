@@ -5,7 +5,8 @@ import torch
 
 from rl_consistency.cases import launches
 from rl_consistency.cases.case import Setting
-from rl_consistency.cases.expert_launches import expert_fold, expert_product
+from rl_consistency.cases.experts import expert_fold, expert_product
+from rl_consistency.cases.launches import compare
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner
 from rl_consistency.kernels.experts.fold_triton import Runs, fold_runs
@@ -19,7 +20,6 @@ from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_f
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
 from rl_consistency.kernels.token_logprobs.cuda import choose_plan
-from rl_consistency.tuning.work import compare, work_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
@@ -113,18 +113,11 @@ class Noting(Findings):
 def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
     make, op = CASES[case]
     monkeypatch.setitem(findings_module._by_device, CPU, store := Noting())
-    work = work_of(make(Setting(dtype=dtype)))
+    work = make(Setting(dtype=dtype))
     assert store.asked == []  # its default is the op's rule alone
     op(*work.operands())
     assert store.asked == [work.entry]
     assert work.picked in work.candidates
-
-
-@pytest.mark.parametrize("kind", ["gate_up", "nt", "nn"])
-def test_the_library_of_experts_gives_the_same_product(kind):
-    work = work_of(expert_product(HALF, kind, 9, 2, 4, 24, 48, by_row=kind == "nn"))
-    found = compare(work, work.operands(), (work.picked, "grouped_mm"))
-    assert found.differing["grouped_mm"] < 18 * 24 / 4  # on a CPU the orders differ
 
 
 @pytest.mark.parametrize(
@@ -137,7 +130,7 @@ def test_the_library_of_experts_gives_the_same_product(kind):
 def test_every_candidate_has_the_bytes_of_the_default(case):
     make, _ = CASES[case]
     fp32 = case in ("nt", "nn", "fold", "experts nt", "experts fold")
-    work = work_of(make(Setting(dtype=FP32 if fp32 else BF16)))
+    work = make(Setting(dtype=FP32 if fp32 else BF16))
     some = tuple(list(work.candidates)[:4])  # the interpreter takes its time
     found = compare(work, work.operands(), some)
     assert found.withdrawn == {} and set(some) <= set(found.equal)
@@ -147,7 +140,7 @@ def test_every_candidate_has_the_bytes_of_the_default(case):
 def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
     monkeypatch.setattr(head_schedules, "has_tma", lambda device: True)
     monkeypatch.setitem(findings_module._by_device, CPU, store := Noting())
-    work = work_of(launches.head(HALF, kind, 20, 64, 48))
+    work = launches.head(HALF, kind, 20, 64, 48)
     hidden, weight = torch.zeros(20, 48, dtype=BF16), torch.zeros(64, 48, dtype=BF16)
     assert head_schedules.pick(hidden, weight, kind, 20) == work.picked == "tma"
     assert store.asked == [work.entry]
@@ -162,7 +155,7 @@ def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
 
 def test_operands_are_the_same_each_time_and_leave_the_random_state():
     state = torch.get_rng_state()
-    work = work_of(launches.product(HALF, "nt", 4, 8, 16))
+    work = launches.product(HALF, "nt", 4, 8, 16)
     for a, b in zip(work.operands(), work.operands(), strict=True):
         assert (
             torch.equal(a, b)

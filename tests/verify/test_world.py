@@ -12,8 +12,7 @@ import pytest
 
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 from rl_consistency.verify.world import processes
-from rl_consistency.verify.world.cells import Cell
-from rl_consistency.verify.world.controls import control_cells, judge
+from rl_consistency.verify.world.cells import Cell, control_cells, judge
 from rl_consistency.verify.world.processes import run_cells
 
 OTHER_SUMS = {

@@ -282,13 +282,15 @@ def tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def _copy_queries(
-    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
-    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+def copy_queries(
+    q_desc, do_desc, STATISTICS, ring, full, done, place, WALK: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """One warp: fill the ring with q, do and the two statistics of each step's queries."""
+    """One warp: fill the ring with q, do and the two statistics of each step's queries. WALK is
+    `walk`, or says the same of another kernel's program."""
+    q_bufs, do_bufs, lse_buf, delta_buf = ring
     lane = gl.arange(0, QUERIES, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    _kv_head, first_head, heads, first_key, start_row, _limit, first_tile, per_head = walk(
+    _kv_head, first_head, heads, first_key, start_row, _limit, first_tile, per_head = WALK(
         place, GROUP, WINDOWED
     )
     for step in range(heads * per_head):
@@ -442,46 +444,35 @@ def _sums_layout(columns):
 
 
 @gluon.jit
-def _places(
-    X, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Pointers to [ROWS, COLUMNS] of one head, and whether they are within the sequence and
-    HEAD_DIM."""
-    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    dim = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    offset = (start_row + row).to(gl.int64) * stride_t + head * stride_h
+def _places(X, rows, strides, HEAD_DIM: gl.constexpr, shape: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to [rows, columns] of one head, and whether they are within the sequence and
+    HEAD_DIM. `rows`: the first one in the sequence, the sequence's first row, the head, and the
+    sequence's end; `strides` those of a token and a head."""
+    first, start_row, head, limit = rows
+    row = first + gl.arange(0, shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    offset = (start_row + row).to(gl.int64) * strides[0] + head * strides[1]
     pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
     return pointer, gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
 
 
 @gluon.jit
-def load_rows(X, buffer, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr):
-    """Fill a buffer [rows, DIM] from one head: zeros past the sequence and from column HEAD_DIM
-    on."""
-    ROWS: gl.constexpr = buffer.shape[0]
+def load_rows(X, buffer, rows, strides, HEAD_DIM: gl.constexpr):
+    """Fill a buffer [rows, DIM] from one head: zeros past the sequence and from column HEAD_DIM on;
+    see `_places`."""
     DIM: gl.constexpr = buffer.shape[1]
     # 16 bytes a thread, whole rows a warp.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
-    pointer, mask = _places(
-        X, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM, ROWS, DIM, layout
-    )
+    pointer, mask = _places(X, rows, strides, HEAD_DIM, buffer.shape, layout)
     buffer.store(gl.load(pointer, mask=mask, other=0.0))
 
 
 @gluon.jit
-def write_gradient(
-    X, sums, scale, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr
-):
+def write_gradient(X, sums, scale, rows, strides, HEAD_DIM: gl.constexpr):
     """Round `sums` times `scale` [rows, DIM] to HEAD_DIM columns of one head, up to the sequence's
-    end."""
+    end; see `_places`."""
     value = sums * scale + 0.0
-    rows: gl.constexpr = value.shape[0]
-    held: gl.constexpr = value.shape[1]
-    layout: gl.constexpr = value.type.layout
-    pointer, mask = _places(
-        X, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM, rows, held, layout
-    )
+    pointer, mask = _places(X, rows, strides, HEAD_DIM, value.shape, value.type.layout)
     gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
 
 
@@ -527,17 +518,12 @@ def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
 
 
 @gluon.jit
-def _send(
-    dQ, out_buf, free, dq, step, ahead, first_key, start_row, head, limit, scale, stride_dqt,
-    stride_dqh, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+def _send(dQ, out_buf, free, dq, step, ahead, rows, scale, strides, HEAD_DIM: gl.constexpr):
     """Round and store dq if these are its last keys, else leave it to `_leave_chains`."""
     mbarrier.wait(free, step & 1 ^ 1)
     if ahead < KEYS:
-        write_gradient(
-            dQ, dq, scale, first_key + ahead, start_row, head, limit, stride_dqt, stride_dqh,
-            HEAD_DIM,
-        )  # fmt: skip
+        own = (rows[0] + ahead, rows[1], rows[2], rows[3])
+        write_gradient(dQ, dq, scale, own, strides, HEAD_DIM)
     else:
         chain_view(out_buf).store(dq)
         fence_async_shared()
@@ -560,12 +546,9 @@ def _consume(
         place, GROUP, WINDOWED
     )
     window, num_tiles = place[4], place[5]
-    load_rows(
-        K, k_bufs.index(0), first_key, start_row, kv_head, limit, stride_kt, stride_kh, HEAD_DIM
-    )
-    load_rows(
-        V, v_bufs.index(0), first_key, start_row, kv_head, limit, stride_vt, stride_vh, HEAD_DIM
-    )
+    own_keys = (first_key, start_row, kv_head, limit)
+    load_rows(K, k_bufs.index(0), own_keys, (stride_kt, stride_kh), HEAD_DIM)
+    load_rows(V, v_bufs.index(0), own_keys, (stride_vt, stride_vh), HEAD_DIM)
     fence_async_shared()
     thread_barrier()
     dk = gl.full([KEYS, DIM], 0.0, gl.float32, D)
@@ -604,10 +587,8 @@ def _consume(
         dq = warpgroup_mma(ds_buf.permute([1, 0]), k_buf, dq, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-        _send(
-            dQ, out_buf, free, dq, step, ahead, first_key, start_row, first_head + head,
-            limit, scale, stride_dqt, stride_dqh, HEAD_DIM,
-        )  # fmt: skip
+        rows = (first_key, start_row, first_head + head, limit)
+        _send(dQ, out_buf, free, dq, step, ahead, rows, scale, (stride_dqt, stride_dqh), HEAD_DIM)
         # The compiler puts barriers of all warps around every arrival: here the matrix units still
         # have work.
         coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
@@ -623,12 +604,8 @@ def _consume(
         gl.store(_place_of_sums(SUMS, entry, 1, dv), dv)
         _count(handed + gl.load(entry + 5))
     else:
-        write_gradient(
-            dK, dk, scale, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, HEAD_DIM
-        )
-        write_gradient(
-            dV, dv, 1.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM
-        )
+        write_gradient(dK, dk, scale, own_keys, (stride_dkt, stride_dkh), HEAD_DIM)
+        write_gradient(dV, dv, 1.0, own_keys, (stride_dvt, stride_dvh), HEAD_DIM)
 
 
 @remembered
@@ -680,9 +657,9 @@ def attention_backward_hopper_kernel(
                 scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
-            (_copy_queries, (
-                q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
-                place, GROUP, DIM, WINDOWED,
+            (copy_queries, (
+                q_desc, do_desc, STATISTICS, (q_bufs, do_bufs, lse_buf, delta_buf), full, done,
+                place, walk, GROUP, DIM, WINDOWED,
             )),
             (_fetch_chains, (
                 CHAINS, chain_desc, in_buf, counters, ready, gone, place, GROUP, DIM, WINDOWED,
@@ -713,9 +690,7 @@ def attention_hopper_bwd(call: BackwardCall) -> None:
         handed = torch.zeros(programs.places, dtype=torch.int32, device=device)
     attention_backward_hopper_kernel[(len(entries),)](
         k, v, dq, dk, dv, sums, handed, chains, statistics, counters, q_desc, do_desc, chain_desc,
-        entries, first_tiles, call.tables.query_start, call.tables.query_len, call.reach,
-        len(query_tiles), call.factor, call.scale, *k.stride()[:2], *v.stride()[:2],
-        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], GROUP=call.group,
-        HEAD_DIM=call.head_dim, DIM=dim, WINDOWED=call.windowed, num_warps=8, maxnreg=168,
-        **OPTIONS,
+        entries, first_tiles, *call.numbers[:2], call.reach, len(query_tiles), call.factor,
+        call.scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
+        *dv.stride()[:2], DIM=dim, num_warps=8, maxnreg=168, **call.shape, **OPTIONS,
     )  # fmt: skip

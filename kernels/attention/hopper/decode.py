@@ -93,14 +93,36 @@ def prefetch_keys(base, entries, start, stride_row, BLOCK: gl.constexpr, HEAD_DI
 
 
 @gluon.jit
-def copy_keys(
-    buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Start copying keys or values from `start`, zeros past `limit` and HEAD_DIM, as one group."""
+def block_at(start, pages, BLOCK: gl.constexpr, KEYS: gl.constexpr):
+    """The block of keys at `start` as `copy_next` takes it: its start, its entries, and those of
+    the block behind it."""
+    table, limit = pages[4], pages[6]
+    entries = entries_of(table, start, limit, BLOCK, KEYS)
+    return start, entries, entries_of(table, start + KEYS, limit, BLOCK, KEYS)
+
+
+@gluon.jit
+def copy_next(
+    buffer, VALUES: gl.constexpr, following, pages, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr
+):
+    """Start copying the keys of the block that follows, or its values and go on to the next one, as
+    one group, zeros past HEAD_DIM. Returns the block that then follows.
+
+    `pages`: keys, values, the distance of two rows of each, the table, where this program's keys
+    end, and where those of the sequence do; past that are zeros.
+    """
+    k_base, v_base, stride_kt, stride_vt, table, end, limit = pages
+    start, entries, coming = following
+    base, stride = (v_base, stride_vt) if VALUES else (k_base, stride_kt)
     if start < end:
-        _copy_rows(buffer, base, entries, start, limit, stride_row, BLOCK, HEAD_DIM)
+        _copy_rows(buffer, base, entries, start, limit, stride, BLOCK, HEAD_DIM)
     async_copy.commit_group()
+    if VALUES:
+        KEYS: gl.constexpr = buffer.shape[0]
+        start += KEYS
+        entries = coming
+        coming = entries_of(table, start + KEYS, limit, BLOCK, KEYS)
+    return start, entries, coming
 
 
 @gluon.constexpr_function
@@ -117,8 +139,14 @@ def row_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DI
 
 
 @gluon.jit
-def load_queries(Q, at, inside, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr):
-    """Queries [R, DIM] of rows at offsets `at` [R], zeros where not `inside` [R], as operands."""
+def load_queries(
+    Q, row, start_row, queries, kv_head, stride_qt, stride_qh, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """[R, DIM] of rows [R] of a KV head, zeros past the last of the queries, as operands."""
+    at = (start_row + row // GROUP).to(gl.int64) * stride_qt
+    at += (kv_head * GROUP + row % GROUP) * stride_qh
+    inside = row < queries * GROUP
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, wide)
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
@@ -248,21 +276,20 @@ def fold_block(m, lane_m, lanes, acc, block_max, block_lanes, block_acc):
 
 
 @gluon.jit
-def write_block(
-    block_m, block_lanes, block_acc, block, m, lanes, acc,
-    ROWS: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
+def write_block(written, block, m, lanes, acc, STORED: gl.constexpr):
     """Write the first STORED rows of one block's m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]."""
+    block_m, block_lanes, block_acc = written
+    DIM: gl.constexpr = acc.shape[1]
     lane_layout: gl.constexpr = lanes.type.layout
     place = block * STORED
-    lane_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, lane_layout))
+    lane_row = gl.arange(0, lanes.shape[0], layout=gl.SliceLayout(1, lane_layout))
     lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
     at = gl.expand_dims((place + lane_row) * 8, 1) + gl.expand_dims(lane, 0)
     kept = gl.expand_dims(lane_row < STORED, 1) & gl.expand_dims(lane < 8, 0)
     gl.store(block_lanes + at, lanes, mask=kept)
     # acc and m have one layout of rows.
     layout: gl.constexpr = acc.type.layout
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     at = gl.expand_dims((place + row) * DIM, 1) + gl.expand_dims(dim, 0)
     kept = gl.expand_dims(row < STORED, 1) & gl.expand_dims(dim < DIM, 0)
@@ -271,67 +298,59 @@ def write_block(
 
 
 @gluon.jit
-def _places(head_row, row, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Where the sums of rows lie: those of query t and head h at t * heads + h.
+def _sums_at(
+    rows, column, R: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """(places [R] of R rows, those of query t and head h at t * heads + h; which exist; offsets
+    [R, WIDTH from `column`] of the DIM sums of each; which exist).
 
-    `head_row` is the place of row 0: the first query's, at the first head of the group.
+    `rows`: the place of the first query's row at the first head of the group; the first row; the
+    row that ends them.
     """
-    return head_row.to(gl.int64) + row // GROUP * (KV_HEADS * GROUP) + row % GROUP
+    head_row, first_row, end = rows
+    row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    place = head_row.to(gl.int64) + row // GROUP * (KV_HEADS * GROUP) + row % GROUP
+    at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(column + dim, 0)
+    kept = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < WIDTH, 0)
+    return place, row < end, at, kept
 
 
 @gluon.jit
 def first_sums(
-    sum_m, sum_lanes, sum_acc, head_row, first_row, column, end, R: gl.constexpr,
-    WIDTH: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    SHARED: gl.constexpr, lane_layout: gl.constexpr, layout: gl.constexpr,
+    sums, rows, column, R: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr, lane_layout: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """(m [R], lanes [R, 8], acc [R, WIDTH from `column`]) that a fold begins with.
 
-    m = -inf and zeros; with SHARED, in rows before `end`, what `write_sums` has left.
+    m = -inf and zeros; with SHARED, in rows before their end, what `write_sums` has left.
     """
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
     if SHARED:
-        row = first_row + gl.arange(0, R, layout=rows)
-        dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-        lane_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, lane_layout))
-        lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
-        place = _places(head_row, row, KV_HEADS, GROUP)
-        lane_place = _places(head_row, lane_row, KV_HEADS, GROUP)
-        m = gl.load(sum_m + place, row < end, NEG_INF, cache_modifier=".cg")
-        at = gl.expand_dims(lane_place * 8, 1) + gl.expand_dims(lane, 0)
-        inside = gl.expand_dims(lane_row < end, 1) & gl.expand_dims(lane < 8, 0)
-        lanes = gl.load(sum_lanes + at, inside, 0.0, cache_modifier=".cg")
-        at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(column + dim, 0)
-        inside = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < WIDTH, 0)
-        acc = gl.load(sum_acc + at, inside, 0.0, cache_modifier=".cg")
+        place, known, at, kept = _sums_at(rows, column, R, WIDTH, DIM, KV_HEADS, GROUP, layout)
+        _, _, lanes_at, lanes_kept = _sums_at(rows, 0, R, 8, 8, KV_HEADS, GROUP, lane_layout)
+        m = gl.load(sums[0] + place, known, NEG_INF, cache_modifier=".cg")
+        lanes = gl.load(sums[1] + lanes_at, lanes_kept, 0.0, cache_modifier=".cg")
+        acc = gl.load(sums[2] + at, kept, 0.0, cache_modifier=".cg")
     else:
-        m = gl.full([R], float("-inf"), gl.float32, rows)
+        m = gl.full([R], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         lanes = gl.zeros([R, 8], gl.float32, lane_layout)
         acc = gl.zeros([R, WIDTH], gl.float32, layout)
     return m, lanes, acc
 
 
 @gluon.jit
-def write_sums(
-    sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end, R: gl.constexpr,
-    DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Write m [R], lanes [R, 8] and acc [R, DIM] of the rows before `end`, for `first_sums`."""
+def write_sums(sums, m, lanes, acc, rows, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Write m [R], lanes [R, 8] and acc [R, DIM] of rows before their end, for `first_sums`."""
+    R: gl.constexpr = acc.shape[0]
+    DIM: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
-    lane_layout: gl.constexpr = lanes.type.layout
-    row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    lane_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, lane_layout))
-    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
-    place = _places(head_row, row, KV_HEADS, GROUP)
-    lane_place = _places(head_row, lane_row, KV_HEADS, GROUP)
-    at = gl.expand_dims(lane_place * 8, 1) + gl.expand_dims(lane, 0)
-    inside = gl.expand_dims(lane_row < end, 1) & gl.expand_dims(lane < 8, 0)
-    gl.store(sum_lanes + at, lanes, mask=inside)
-    at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(dim, 0)
-    inside = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < DIM, 0)
-    gl.store(sum_acc + at, acc, mask=inside)
-    gl.store(sum_m + place, gl.convert_layout(m, gl.SliceLayout(1, layout)), mask=row < end)
+    place, known, at, kept = _sums_at(rows, 0, R, DIM, DIM, KV_HEADS, GROUP, layout)
+    _, _, lanes_at, lanes_kept = _sums_at(rows, 0, R, 8, 8, KV_HEADS, GROUP, lanes.type.layout)
+    gl.store(sums[1] + lanes_at, lanes, mask=lanes_kept)
+    gl.store(sums[2] + at, acc, mask=kept)
+    gl.store(sums[0] + place, gl.convert_layout(m, gl.SliceLayout(1, layout)), mask=known)
 
 
 @gluon.jit
@@ -381,19 +400,21 @@ def _larger(a, b):
 @gluon.jit
 def _copy(
     acc_buffer, lanes_buffer, block_acc, block_lanes, first, count, columns,
-    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr,
+    STORED: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Start copying N written blocks from `first`, zeros from `count` and from `columns` on, as one
-    group."""
+    """Start copying written blocks from `first`, as many as the buffers hold, zeros from `count`
+    and from `columns` on, as one group."""
     # Copies of 16 bytes bypass the first-level cache, which may be stale.
+    ROWS: gl.constexpr = acc_buffer.shape[0]
+    WIDTH: gl.constexpr = acc_buffer.shape[1]
     layout: gl.constexpr = copied_layout(WIDTH)
-    row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
+    row = first * STORED + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     inside = gl.expand_dims(row < count * STORED, 1) & gl.expand_dims(column < columns, 0)
     pointer = block_acc + gl.expand_dims(row * DIM, 1) + gl.expand_dims(column, 0)
     async_copy.async_copy_global_to_shared(acc_buffer, pointer, mask=inside)
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
-    lane_row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, lane_layout))
+    lane_row = first * STORED + gl.arange(0, ROWS, layout=gl.SliceLayout(1, lane_layout))
     lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
     inside = gl.expand_dims(lane_row < count * STORED, 1) & gl.expand_dims(lane < 8, 0)
     pointer = block_lanes + gl.expand_dims(lane_row * 8, 1) + gl.expand_dims(lane, 0)
@@ -440,14 +461,18 @@ def _fold_some(lanes, acc, lanes_of, acc_of, left_of, right_of, block, place, ST
 
 @gluon.jit
 def fold_written(
-    ticket, parts, m, lanes, acc, block_m, block_lanes, block_acc, count, columns,
-    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, FLOATS: gl.constexpr,
+    ticket, parts, m, lanes, acc, written, place, column, count, columns, DIM: gl.constexpr,
+    FLOATS: gl.constexpr,
 ):  # fmt: skip
-    """(m, lanes, acc), as `first_sums` gives them, after a tile's `count` written blocks, in order.
-    `columns` of acc were written, from its first one on.
+    """(m, lanes, acc), as `first_sums` gives them, after a tile's `count` written blocks, in order,
+    which begin at row `place`. `columns` of acc were written, from its first one, `column`, on.
 
-    Each of the DIM / WIDTH folding programs calls it after `all_written`.
+    Each of the programs that fold DIM columns calls it after `all_written`.
     """
+    STORED: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    block_m, block_lanes = written[0] + place, written[1] + place * 8
+    block_acc = written[2] + place * DIM + column
     N: gl.constexpr = blocks_at_once(STORED, WIDTH, FLOATS)
     STEP: gl.constexpr = min(N, 16)
     rows: gl.constexpr = gl.SliceLayout(1, folded_layout(STORED, WIDTH, False))
@@ -463,7 +488,7 @@ def fold_written(
     lanes_of = lanes_ring._reinterpret(gl.float32, [BUFFERS * N, STORED, 8], flat)
     for j in gl.static_range(2):
         _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
-              columns, STORED, WIDTH, DIM, N)  # fmt: skip
+              columns, STORED, DIM)  # fmt: skip
     maxima, before = _maxima(block_m, 0, count, STORED, N)
     _leave(ticket, parts, DIM // WIDTH)
     m = gl.convert_layout(m, gl.SliceLayout(0, scanned))
@@ -474,7 +499,7 @@ def fold_written(
         thread_barrier()
         ahead = gl.where(slot == 0, 2, slot - 1)
         _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
-              first + 2 * N, count, columns, STORED, WIDTH, DIM, N)  # fmt: skip
+              first + 2 * N, count, columns, STORED, DIM)  # fmt: skip
         # A running maximum is exact in any order, so all N factors are computed at once.
         running = gl.associative_scan(before, 0, _larger)
         running = gl.maximum(running, gl.expand_dims(m, 0) + gl.zeros_like(running))
@@ -570,37 +595,30 @@ def attention_decode_kernel(
     end = gl.minimum(begin + share, last_position + 1)
     count = gl.maximum(gl.cdiv(end - begin, KEYS), 0)
 
-    # The ring holds K, V, K, V ... The block at `fill` is copied next, RING - 1 buffers ahead;
-    # `entries` says where it lies, `coming` where the next one does.
+    # The ring holds K, V, K, V ..., copied RING - 1 buffers ahead.
     k_base = K + kv_head * stride_kh
     v_base = V + kv_head * stride_vh
-    fill = begin
-    entries = entries_of(table, fill, limit, BLOCK, KEYS)
-    coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
+    pages = (k_base, v_base, stride_kt, stride_vt, table, end, limit)
+    following = block_at(begin, pages, BLOCK, KEYS)
     if SETTLED:
         if count > 0:
-            prefetch_keys(k_base, entries, fill, stride_kt, BLOCK, HEAD_DIM)
-            prefetch_keys(v_base, entries, fill, stride_vt, BLOCK, HEAD_DIM)
+            prefetch_keys(k_base, following[1], begin, stride_kt, BLOCK, HEAD_DIM)
+            prefetch_keys(v_base, following[1], begin, stride_vt, BLOCK, HEAD_DIM)
         gdc_wait()
         gdc_launch_dependents()
     for j in gl.static_range(RING - 1):
-        base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM)
-        if j % 2 == 1:
-            fill += KEYS
-            entries = coming
-            coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
+        following = copy_next(ring.index(j), j % 2 == 1, following, pages, BLOCK, HEAD_DIM)
 
     row = first_row + gl.arange(0, ROWS, layout=rows)
-    at = (start_row + row // GROUP).to(gl.int64) * stride_qt
-    at += (kv_head * GROUP + row % GROUP) * stride_qh
-    q = load_queries(Q, at, row < q_len * GROUP, HEAD_DIM, DIM, S)
+    q = load_queries(
+        Q, row, start_row, q_len, kv_head, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM, S
+    )
     position = past + row // GROUP
-    head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
+    sums, written = (sum_m, sum_lanes, sum_acc), (block_m, block_lanes, block_acc)
+    own_rows = (start_row * (KV_HEADS * GROUP) + kv_head * GROUP, first_row, folded)
     m, lanes, acc = first_sums(
-        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, DIM, DIM, KV_HEADS, GROUP,
-        SHARED and WHOLE, lane_layout, S,
-    )  # fmt: skip
+        sums, own_rows, 0, ROWS, DIM, DIM, KV_HEADS, GROUP, SHARED and WHOLE, lane_layout, S
+    )
     lane_m = gl.convert_layout(m, lane_rows)
     first_slot = (number - whole).to(gl.int64) * slots
     for i in range(count):
@@ -608,45 +626,30 @@ def attention_decode_kernel(
         # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        if RING % 2 == 1:
-            copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
-        else:
-            copy_keys(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
-            fill += KEYS
-            entries = coming
-            coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
+        buffer = ring.index((2 * i + RING - 1) % RING)
+        following = copy_next(buffer, RING % 2 == 0, following, pages, BLOCK, HEAD_DIM)
         block_max, p, part_lanes = _probabilities(
             q, ring.index(2 * i % RING), position, start, window, factor, S, lane_layout
         )
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        if RING % 2 == 1:
-            copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
-            fill += KEYS
-            entries = coming
-            coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
-        else:
-            copy_keys(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
+        buffer = ring.index((2 * i + RING) % RING)
+        following = copy_next(buffer, RING % 2 == 1, following, pages, BLOCK, HEAD_DIM)
         product = block_product(rounded, ring.index((2 * i + 1) % RING), S)
         if WHOLE and (not SPLIT or alone):
             m, lane_m, lanes, acc = fold_block(
                 m, lane_m, lanes, acc, block_max, part_lanes, product
             )
         else:
-            write_block(
-                block_m, block_lanes, block_acc, first_slot + (start - low) // KEYS, block_max,
-                part_lanes, product, ROWS, STORED, DIM,
-            )  # fmt: skip
+            block = first_slot + (start - low) // KEYS
+            write_block(written, block, block_max, part_lanes, product, STORED)
     async_copy.wait_group(0)
+    rows_here, strides = (first_row, kv_head, start_row, q_len), (stride_ot, stride_oh, stride_lse)
     if WHOLE and (not SPLIT or alone):
         write_rows(
-            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, HEAD_DIM, GROUP, stored_layout(DIM), LANES,
+            (OUT, LSE), m, lanes, (acc,), rows_here, strides, HEAD_DIM, GROUP, ((0, DIM),),
+            stored_layout, LANES,
         )  # fmt: skip
     else:
         # A program stores its blocks before it counts itself.
@@ -656,21 +659,17 @@ def attention_decode_kernel(
             WIDTH: gl.constexpr = DIM // SLICES
             # Every slice folds the lanes too, and writes the same lse.
             column = part * WIDTH if SLICES > 1 else 0
-            place = first_slot * STORED
             all_m, all_lanes, all_acc = first_sums(
-                sum_m, sum_lanes, sum_acc, head_row, first_row, column, folded, STORED, WIDTH,
-                DIM, KV_HEADS, GROUP, SHARED, folded_layout(STORED, WIDTH, True),
-                folded_layout(STORED, WIDTH, False),
+                sums, own_rows, column, STORED, WIDTH, DIM, KV_HEADS, GROUP, SHARED,
+                folded_layout(STORED, WIDTH, True), folded_layout(STORED, WIDTH, False),
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
-                ticket, parts, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
-                block_acc + place * DIM + column, tile_count, HEAD_DIM - column, STORED, WIDTH, DIM,
-                FLOATS,
+                ticket, parts, all_m, all_lanes, all_acc, written, first_slot * STORED, column,
+                tile_count, HEAD_DIM - column, DIM, FLOATS,
             )  # fmt: skip
             write_rows(
-                OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
-                q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, GROUP,
-                stored_layout(WIDTH), LANES,
+                (OUT + column, LSE), all_m, all_lanes, (all_acc,), rows_here, strides,
+                HEAD_DIM - column, GROUP, ((0, WIDTH),), stored_layout, LANES,
             )  # fmt: skip
 
 
@@ -700,11 +699,10 @@ def attention_decode_fwd(
         call.q, call.k, call.v, call.out, lse, *written, tickets, tiles, *call.numbers,
         tables.block_table, *shared, call.reach, call.factor, tables.block_table.shape[1],
         plan.most_blocks, cut.whole, divided, *call.operand_strides, *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=plan.stored, KEYS=plan.keys,
-        HEAD_DIM=call.head_dim, DIM=plan.columns, BLOCK=call.block_size,
-        WINDOWED=call.windowed, SHARED=sums is not None, WHOLE=cut.whole > 0, SPLIT=divided > 0,
+        KV_HEADS=call.kv_heads, STORED=plan.stored, KEYS=plan.keys, DIM=plan.columns,
+        BLOCK=call.block_size, SHARED=sums is not None, WHOLE=cut.whole > 0, SPLIT=divided > 0,
         RING=schedule.ring, SLICES=plan.slices, FLOATS=floats_for(schedule.resident),
         SETTLED=call.layout.settled, num_warps=WARPS.value,
         maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
-        launch_cooperative_grid=plan.slices > 1, **OPTIONS,
+        launch_cooperative_grid=plan.slices > 1, **call.shape, **OPTIONS,
     )  # fmt: skip

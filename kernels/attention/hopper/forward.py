@@ -1,6 +1,6 @@
 """The forward pass on sm_90 with specialised warps, for packed sequences.
 
-The host deals tiles to programs (`Deal`). A program has three groups of warps.
+The host deals tiles to programs (`dealt_tiles`). A program has three groups of warps.
 
 A producer copies queries a tile ahead, keys and values through a ring of `STAGES` blocks. A
 buffer's two barriers say that its copy has arrived (`full`) and that all consumers have read it
@@ -19,8 +19,6 @@ The bits are those of `forward_triton`.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,16 +40,13 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     buffers,
     copy_masked_rows,
     copy_rows,
-    finish_rows,
     halve,
     head_descriptor,
     keep_seen,
     own_stored_layout,
-    places_of,
     start_scores,
     thread_barrier,
-    write_columns,
-    write_lse,
+    write_rows,
 )
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
 from rl_consistency.kernels.attention.schedules import PER_CALL, PREFILL_HOPPER
@@ -75,53 +70,52 @@ WIDE = 32
 tokens of 8 heads of 256 take 200 us in place of 193 (H100)."""
 
 
-@dataclass(frozen=True)
-class Deal:
-    """The tiles of a launch for one number of programs."""
+def dealt_tiles(
+    layout: AttentionLayout, device: torch.device, group: int, kv_heads: int, keys: int,
+    window: int | None, programs: int,
+) -> Tensor:  # fmt: skip
+    """[tiles, 3] int32 on a device, made once for a layout: sequence, first row in it, KV head.
+    Program p has the entries p, p + programs, p + 2 programs and so on. A block has `keys`."""
+    asked = group, kv_heads, keys, window, programs
+    return layout.kept(
+        ("dealt_tiles", device, *asked), lambda: from_host(_dealt(layout, *asked), device)
+    )
 
-    layout: AttentionLayout
-    group: int
-    kv_heads: int
-    keys: int
-    """Keys in one block."""
-    window: int | None
-    programs: int
 
-    def on(self, device: torch.device) -> Tensor:
-        """[tiles, 3] int32 on a device, made once for a layout: sequence, first row in it, KV head.
-        Program p has the entries p, p + programs, p + 2 programs and so on."""
-        key = ("deal", device, self.group, self.kv_heads, self.keys, self.window, self.programs)
-        return self.layout.kept(key, lambda: from_host(self._dealt(), device))
+def _dealt(
+    layout: AttentionLayout, group: int, kv_heads: int, keys: int, window: int | None, programs: int
+) -> Tensor:
+    tiles = layout.tiles(torch.device("cpu"), group, ROWS)
+    # One head after another: the programs find its keys in the L2 cache.
+    head = torch.arange(kv_heads, dtype=torch.int32).repeat_interleave(len(tiles))
+    entries = torch.column_stack([tiles.repeat(kv_heads, 1), head])
+    if programs >= len(entries):
+        return entries
+    cost = (blocks_read(layout, tiles, group, keys, window) + ROUND).repeat(kv_heads)
+    dealt = torch.full((-(-len(entries) // programs), programs), -1)
+    load = torch.zeros(programs, dtype=torch.float64)
+    for i, costs in enumerate(cost.split(programs)):
+        longest = costs.argsort(descending=True, stable=True)
+        least = load.argsort(stable=True)[: len(longest)]
+        dealt[i, least] = longest + i * programs
+        load[least] += costs[longest]
+    # The last round may be short: the programs that have a tile in it come first.
+    order = dealt[:, (dealt[-1] < 0).to(torch.int32).argsort(stable=True)].flatten()
+    return entries[order[order >= 0]]
 
-    def _dealt(self) -> Tensor:
-        tiles = self.layout.tiles(torch.device("cpu"), self.group, ROWS)
-        # One head after another: the programs find its keys in the L2 cache.
-        head = torch.arange(self.kv_heads, dtype=torch.int32).repeat_interleave(len(tiles))
-        entries = torch.column_stack([tiles.repeat(self.kv_heads, 1), head])
-        if self.programs >= len(entries):
-            return entries
-        cost = (self._blocks(tiles) + ROUND).repeat(self.kv_heads)
-        dealt = torch.full((-(-len(entries) // self.programs), self.programs), -1)
-        load = torch.zeros(self.programs, dtype=torch.float64)
-        for i, costs in enumerate(cost.split(self.programs)):
-            longest = costs.argsort(descending=True, stable=True)
-            least = load.argsort(stable=True)[: len(longest)]
-            dealt[i, least] = longest + i * self.programs
-            load[least] += costs[longest]
-        # The last round may be short: the programs that have a tile in it come first.
-        order = dealt[:, (dealt[-1] < 0).to(torch.int32).argsort(stable=True)].flatten()
-        return entries[order[order >= 0]]
 
-    def _blocks(self, tiles: Tensor) -> Tensor:
-        """Blocks of keys that each tile [sequence, first row] reads."""
-        sequence, first_row = tiles.long().unbind(1)
-        limit = torch.tensor(list(self.layout.context_lens))[sequence]
-        past = limit - torch.tensor(list(self.layout.query_lens))[sequence]
-        last = torch.minimum(past + (first_row + ROWS - 1) // self.group, limit - 1)
-        first = torch.zeros_like(last)
-        if self.window is not None:
-            first = (past + first_row // self.group - self.window + 1).clamp(min=0) // self.keys
-        return last // self.keys + 1 - first
+def blocks_read(
+    layout: AttentionLayout, tiles: Tensor, group: int, keys: int, window: int | None
+) -> Tensor:
+    """Blocks of keys that each tile [sequence, first row] reads."""
+    sequence, first_row = tiles.long().unbind(1)
+    limit = torch.tensor(list(layout.context_lens))[sequence]
+    past = limit - torch.tensor(list(layout.query_lens))[sequence]
+    last = torch.minimum(past + (first_row + ROWS - 1) // group, limit - 1)
+    first = torch.zeros_like(last)
+    if window is not None:
+        first = (past + first_row // group - window + 1).clamp(min=0) // keys
+    return last // keys + 1 - first
 
 
 @gluon.constexpr_function
@@ -151,8 +145,7 @@ def _count_tiles(num_tiles):
 
 @gluon.jit
 def _entry_of(turn, place):
-    """Where (sequence, first row, KV head) of this program's turn-th tile are; see
-    `Deal`."""
+    """Where the entry of this program's turn-th tile is: see `dealt_tiles`."""
     return place[0] + 3 * (turn * gl.num_programs(0) + gl.program_id(0))
 
 
@@ -174,11 +167,22 @@ def _extent(
 
 
 @gluon.jit
+def _tile(turn, place, KEYS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """(KV head, first row, then what `_extent` gives) of this program's turn-th tile."""
+    entry = _entry_of(turn, place)
+    sequence, first_row, kv_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    start_row, q_len, limit, low, count = _extent(sequence, first_row, place, KEYS, GROUP, WINDOWED)
+    return kv_head, first_row, start_row, q_len, limit, low, count
+
+
+@gluon.jit
 def _load_queries(
-    Q, q_desc, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
-    stride_qh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    Q, q_desc, queries, turn, tile, stride_qt, stride_qh, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Fill both consumers' query buffers for the program's turn-th tile."""
+    """Fill both consumers' query buffers for the program's turn-th tile, which is `_tile`."""
+    q_bufs, q_full, q_empty = queries
+    kv_head, first_row, start_row, q_len, _limit, _low, _count = tile
     tiles_held: gl.constexpr = q_full.shape[0] // 2
     first = turn % tiles_held * 2
     phase = (turn // tiles_held) & 1
@@ -212,9 +216,8 @@ def _load_queries(
 
 @gluon.jit
 def _produce(
-    Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
-    stride_vt, stride_vh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    Q, V, q_desc, k_desc, v_desc, queries, ring, place, stride_qt, stride_qh, stride_vt, stride_vh,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The producer: copy the program's tiles one after another."""
     k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
@@ -224,19 +227,13 @@ def _produce(
     value_columns: gl.constexpr = VALUES[used - 1][0] + VALUES[used - 1][1]
     done = gl.to_tensor(0)
     tiles_here = _count_tiles(place[1])
-    entry = _entry_of(done, place)
-    sequence, first_row, kv_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-    start_row, q_len, limit, low, count = _extent(sequence, first_row, place, keys, GROUP, WINDOWED)
+    tile = _tile(done, place, keys, GROUP, WINDOWED)
     _load_queries(
-        Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
-        stride_qh, GROUP, HEAD_DIM, DIM,
+        Q, q_desc, queries, done, tile, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM,
     )  # fmt: skip
     for turn in range(tiles_here):
-        entry = _entry_of(gl.minimum(turn + 1, tiles_here - 1), place)
-        sequence, next_first, next_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-        next_start, next_len, next_limit, next_low, next_count = _extent(
-            sequence, next_first, place, keys, GROUP, WINDOWED
-        )
+        coming = _tile(gl.minimum(turn + 1, tiles_here - 1), place, keys, GROUP, WINDOWED)
+        kv_head, _first_row, start_row, _q_len, limit, low, count = tile
         for i in range(count):
             start = low + i * keys
             slot = done % STAGES
@@ -275,18 +272,16 @@ def _produce(
             # query buffer. Any earlier the producer would have to wait. Where all tiles use the
             # same buffer, this one's consumers need all their blocks before they free it.
             last = count - 1
-            if q_full.shape[0] > 2:
+            if queries[1].shape[0] > 2:
                 last = gl.minimum(last, 1)
             if (i == last) & (turn + 1 < tiles_here):
                 _load_queries(
-                    Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first,
-                    next_start, next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM,
-                )  # fmt: skip
+                    Q, q_desc, queries, turn + 1, coming, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM
+                )
             # Phases repeat, so no warp may fall behind by a whole round of the buffers.
             thread_barrier()
             done += 1
-        kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
-        limit, low, count = next_limit, next_low, next_count
+        tile = coming
 
 
 @gluon.jit
@@ -448,33 +443,14 @@ def _consume_block(
 
 
 @gluon.jit
-def _write_results(
-    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
-    """o and lse of this consumer's rows, first .. of a sequence; see `write_rows`."""
-    PARTS: gl.constexpr = value_parts(DIM)
-    out, lse = finish_rows(m, lanes, acc, OWN_LANES)
-    for i in gl.static_range(len(out)):
-        places = places_of(
-            out[i], first, kv_head, start_row, q_len, GROUP, own_stored_layout(PARTS[i][1])
-        )
-        write_columns(
-            OUT + PARTS[i][0], out[i], places, stride_ot, stride_oh, HEAD_DIM - PARTS[i][0],
-            own_stored_layout(PARTS[i][1]),
-        )  # fmt: skip
-        if i == 0:
-            write_lse(LSE, lse, places, stride_lse, own_stored_layout(PARTS[i][1]))
-
-
-@gluon.jit
 def _consume(
-    OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot, stride_oh,
-    stride_lse, WHICH: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    given, WHICH: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One consumer, of rows 64 * WHICH .. of each tile: a turn for the first scores, then one for
     each block of keys."""
+    results, queries, ring, turns, place, factor, strides = given
+    q_bufs, q_full, q_empty = queries
     k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
     keys: gl.constexpr = k_bufs.shape[1]
     tiles_held: gl.constexpr = q_full.shape[0] // 2
@@ -483,10 +459,8 @@ def _consume(
     window = place[5]
     done = gl.to_tensor(0)
     tiles_here = _count_tiles(place[1])
-    entry = _entry_of(done, place)
-    sequence, first_row, kv_head = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-    start_row, q_len, limit, low, tile_count = _extent(
-        sequence, first_row, place, keys, GROUP, WINDOWED
+    kv_head, first_row, start_row, q_len, limit, low, tile_count = _tile(
+        done, place, keys, GROUP, WINDOWED
     )
     for turn in range(tiles_here):
         # Read a tile ahead, for what is read with it while this tile's results are written.
@@ -549,9 +523,9 @@ def _consume(
         next_start, next_len, next_limit, next_low, next_count = _extent(
             sequence, next_first, place, keys, GROUP, WINDOWED
         )
-        _write_results(
-            OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, GROUP, HEAD_DIM, DIM,
+        write_rows(
+            results, m, lanes, acc, (first, kv_head, start_row, q_len), strides, HEAD_DIM, GROUP,
+            value_parts(DIM), own_stored_layout, OWN_LANES,
         )  # fmt: skip
         kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
         limit, low, tile_count = next_limit, next_low, next_count
@@ -568,8 +542,8 @@ def attention_hopper_kernel(
 
     Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
-    Grid: one program per entry of `tiles`, or fewer that have several (`Deal`). Each consumer
-    carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
+    Grid: one program per entry of `tiles`, or fewer that have several (`dealt_tiles`). Each
+    consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
     """
     dtype: gl.constexpr = k_desc.dtype
     keys: gl.constexpr = k_desc.block_shape[0]
@@ -600,18 +574,14 @@ def attention_hopper_kernel(
     # Registers of a thread: what the larger need of either side leaves least in memory.
     consumer: gl.constexpr = 232 if DIM > 128 or WINDOWED else 224
     producer: gl.constexpr = 504 - 2 * consumer
+    results, strides = (OUT, LSE), (stride_ot, stride_oh, stride_lse)
+    given = (results, (q_bufs, q_full, q_empty), ring, turns, place, factor, strides)
     gl.warp_specialize(
         [
-            (_consume, (
-                OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, UPPER, GROUP, HEAD_DIM, DIM, WINDOWED,
-            )),
-            (_consume, (
-                OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, LOWER, GROUP, HEAD_DIM, DIM, WINDOWED,
-            )),
+            (_consume, (given, UPPER, GROUP, HEAD_DIM, DIM, WINDOWED)),
+            (_consume, (given, LOWER, GROUP, HEAD_DIM, DIM, WINDOWED)),
             (_produce, (
-                Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt,
+                Q, V, q_desc, k_desc, v_desc, (q_bufs, q_full, q_empty), ring, place, stride_qt,
                 stride_qh, stride_vt, stride_vh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
         ],
@@ -635,10 +605,11 @@ def attention_hopper_fwd(call: ForwardCall) -> None:
     if call.layout.longest_context <= SHORT_KEYS:
         # A program loads the next of several short tiles while it stores the last one.
         programs = min(programs, sm_count(q.device))
-    deal = Deal(call.layout, call.group, call.kv_heads, keys, call.window, programs)
+    tiles = dealt_tiles(
+        call.layout, q.device, call.group, call.kv_heads, keys, call.window, programs
+    )
     attention_hopper_kernel[(programs,)](
-        q, v, call.out, call.lse, *boxes, deal.on(q.device), call.plan.tiles, *call.numbers,
+        q, v, call.out, call.lse, *boxes, tiles, call.plan.tiles, *call.numbers,
         call.reach, call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
-        GROUP=call.group, HEAD_DIM=call.head_dim, DIM=dim, WINDOWED=call.windowed, num_warps=4,
-        maxnreg=168, **OPTIONS,
+        DIM=dim, num_warps=4, maxnreg=168, **call.shape, **OPTIONS,
     )  # fmt: skip

@@ -20,10 +20,10 @@ from rl_consistency.kernels.attention.hopper.decode import (
     REGISTERS,
     WRITTEN_FLOATS,
     all_written,
+    block_at,
     block_product,
     block_scores,
-    copy_keys,
-    entries_of,
+    copy_next,
     exponentials,
     first_sums,
     fold_block,
@@ -72,7 +72,8 @@ def attention_prefix_kernel(
     count = gl.load(run + 2) // KEYS
     start_row = gl.load(query_start + first)
     # Rows between the queries of two sequences are computed too; nobody reads their sums.
-    end_row = (gl.load(query_start + last) + gl.load(query_len + last) - start_row) * GROUP
+    queries = gl.load(query_start + last) + gl.load(query_len + last) - start_row
+    end_row = queries * GROUP
     if (count == 0) | (first_row >= end_row):
         return
     ring = row_buffers(K.dtype.element_ty, RING, KEYS, DIM)
@@ -82,52 +83,37 @@ def attention_prefix_kernel(
     end = gl.minimum(begin + share, count * KEYS)
 
     # The ring holds K, V, K, V ...; its number of buffers is odd. See `decode`.
-    k_base = K + kv_head * stride_kh
-    v_base = V + kv_head * stride_vh
-    fill = begin
-    entries = entries_of(table, fill, end, BLOCK, KEYS)
-    coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
+    k_base, v_base = K + kv_head * stride_kh, V + kv_head * stride_vh
+    pages = (k_base, v_base, stride_kt, stride_vt, table, end, end)
+    following = block_at(begin, pages, BLOCK, KEYS)
     for j in gl.static_range(RING - 1):
-        base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(ring.index(j), base, entries, fill, end, end, stride, BLOCK, DIM)
-        if j % 2 == 1:
-            fill += KEYS
-            entries = coming
-            coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
+        following = copy_next(ring.index(j), j % 2 == 1, following, pages, BLOCK, DIM)
 
     row = first_row + gl.arange(0, ROWS, layout=rows)
-    at = (start_row + row // GROUP).to(gl.int64) * stride_qt
-    at += (kv_head * GROUP + row % GROUP) * stride_qh
-    q = load_queries(Q, at, row < end_row, DIM, DIM, S)
-    head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
+    q = load_queries(Q, row, start_row, queries, kv_head, stride_qt, stride_qh, GROUP, DIM, DIM, S)
+    sums, written = (sum_m, sum_lanes, sum_acc), (block_m, block_lanes, block_acc)
+    own_rows = (start_row * (KV_HEADS * GROUP) + kv_head * GROUP, first_row, end_row)
     m, lanes, acc = first_sums(
-        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM, KV_HEADS,
-        GROUP, False, lane_layout, S,
-    )  # fmt: skip
+        sums, own_rows, 0, ROWS, DIM, DIM, KV_HEADS, GROUP, False, lane_layout, S
+    )
     lane_m = gl.convert_layout(m, lane_rows)
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(gl.maximum(gl.cdiv(end - begin, KEYS), 0)):
         # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
-                  stride_kt, BLOCK, DIM)  # fmt: skip
+        buffer = ring.index((2 * i + RING - 1) % RING)
+        following = copy_next(buffer, False, following, pages, BLOCK, DIM)
         scores = block_scores(q, ring.index(2 * i % RING), S)
         block_max, p, part = exponentials(scores, factor, ROWS, ACROSS, lane_layout)
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
         thread_barrier()
-        copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, end,
-                  stride_vt, BLOCK, DIM)  # fmt: skip
-        fill += KEYS
-        entries = coming
-        coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
+        buffer = ring.index((2 * i + RING) % RING)
+        following = copy_next(buffer, True, following, pages, BLOCK, DIM)
         product = block_product(rounded, ring.index((2 * i + 1) % RING), S)
         if SPLIT:
-            write_block(
-                block_m, block_lanes, block_acc, first_slot + begin // KEYS + i, block_max, part,
-                product, ROWS, ROWS, DIM,
-            )  # fmt: skip
+            write_block(written, first_slot + begin // KEYS + i, block_max, part, product, ROWS)
         else:
             m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
     async_copy.wait_group(0)
@@ -136,26 +122,17 @@ def attention_prefix_kernel(
         thread_barrier()
         ticket = tickets + gl.program_id(0)
         if all_written(ticket, gl.program_id(1), gl.num_programs(1), 1):
-            place = first_slot * ROWS
             all_m, all_lanes, all_acc = first_sums(
-                sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM,
-                KV_HEADS, GROUP, False, folded_layout(ROWS, DIM, True),
-                folded_layout(ROWS, DIM, False),
+                sums, own_rows, 0, ROWS, DIM, DIM, KV_HEADS, GROUP, False,
+                folded_layout(ROWS, DIM, True), folded_layout(ROWS, DIM, False),
             )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
-                ticket, gl.num_programs(1), all_m, all_lanes, all_acc, block_m + place,
-                block_lanes + place * 8, block_acc + place * DIM, count, DIM, ROWS, DIM,
-                DIM, WRITTEN_FLOATS,
+                ticket, gl.num_programs(1), all_m, all_lanes, all_acc, written, first_slot * ROWS,
+                0, count, DIM, DIM, WRITTEN_FLOATS,
             )  # fmt: skip
-            write_sums(
-                sum_m, sum_lanes, sum_acc, all_m, all_lanes, all_acc, head_row, first_row,
-                end_row, ROWS, DIM, KV_HEADS, GROUP,
-            )  # fmt: skip
+            write_sums(sums, all_m, all_lanes, all_acc, own_rows, KV_HEADS, GROUP)
     else:
-        write_sums(
-            sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end_row, ROWS, DIM,
-            KV_HEADS, GROUP,
-        )  # fmt: skip
+        write_sums(sums, m, lanes, acc, own_rows, KV_HEADS, GROUP)
 
 
 def attention_prefix_fwd(call: ForwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -162,10 +162,41 @@ alike."""
 
 
 @gluon.jit
-def finish_rows(m, lanes, acc, ADDED: gl.constexpr):
-    """(o, lse [R]) of the sums of R rows: m [R] in log2 units, lanes [R, 8] (the last three levels
-    of the tree are left), acc and o with [R, columns] for each part. ADDED is a layout of lanes:
-    see `LANES`."""
+def _store_rows(
+    results, out, lse, rows, strides, columns, FIRST: gl.constexpr, GROUP: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Store o from column FIRST on, and lse with the first ones; see `write_rows`."""
+    OUT, LSE = results
+    first, kv_head, start_row, q_len = rows
+    stride_ot, stride_oh, stride_lse = strides
+    column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, layout))
+    row = first + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, layout))
+    token_row = (start_row + row // GROUP).to(gl.int64)
+    head = kv_head * GROUP + row % GROUP
+    valid = row < q_len * GROUP
+    place = gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
+    pointer = OUT + FIRST + place + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(valid, 1) & gl.expand_dims(column < columns - FIRST, 0)
+    gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), layout), mask=mask)
+    if FIRST == 0:
+        lse = gl.convert_layout(lse, gl.SliceLayout(1, layout))
+        gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
+
+
+@gluon.jit
+def write_rows(
+    results, m, lanes, acc, rows, strides, columns, GROUP: gl.constexpr, PARTS: gl.constexpr,
+    STORED: gl.constexpr, ADDED: gl.constexpr,
+):  # fmt: skip
+    """Divide the sums of R rows of a sequence and write o and lse.
+
+    m [R] in log2 units, lanes [R, 8] (the last three levels of the tree are left), acc [R, N] for
+    each of PARTS, which are (first column, N); `columns` are written. `rows`: the first one, the KV
+    head, the sequence's first row, its queries. `strides` of a token and a head in o, and of a
+    token in lse. STORED gives a layout of acc and ADDED is one of lanes: see `stored_layout` and
+    `LANES`.
+    """
     R: gl.constexpr = lanes.shape[0]
     summed: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     single = gl.convert_layout(lanes, ADDED)
@@ -179,52 +210,11 @@ def finish_rows(m, lanes, acc, ADDED: gl.constexpr):
         own = gl.convert_layout(inverse, gl.SliceLayout(1, acc[i].type.layout))
         out = out + (acc[i] * gl.expand_dims(own, 1) + 0.0,)
     lse = gl.where(seen, (maximum + gl.log2(length)) * LN2, NEG_INF)
-    return out, lse
-
-
-@gluon.jit
-def places_of(out, first, kv_head, start_row, q_len, GROUP: gl.constexpr, STORED: gl.constexpr):
-    """(column, token, query head, whether it exists) of rows first .. of a sequence, as many as
-    `out` [R, N] has. STORED is a layout of `out`: see `stored_layout`."""
-    column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, STORED))
-    row = first + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, STORED))
-    token_row = (start_row + row // GROUP).to(gl.int64)
-    head = kv_head * GROUP + row % GROUP
-    return column, token_row, head, row < q_len * GROUP
-
-
-@gluon.jit
-def write_columns(OUT, out, places, stride_ot, stride_oh, columns, STORED: gl.constexpr):
-    """Write o [R, N], of which `columns` are written."""
-    column, token_row, head, valid = places
-    pointer = (
-        OUT + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
-        + gl.expand_dims(column, 0)
-    )  # fmt: skip
-    mask = gl.expand_dims(valid, 1) & gl.expand_dims(column < columns, 0)
-    gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), STORED), mask=mask)
-
-
-@gluon.jit
-def write_lse(LSE, lse, places, stride_lse, STORED: gl.constexpr):
-    """Write lse [R]."""
-    _column, token_row, head, valid = places
-    lse = gl.convert_layout(lse, gl.SliceLayout(1, STORED))
-    gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
-
-
-@gluon.jit
-def write_rows(
-    OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    columns, GROUP: gl.constexpr, STORED: gl.constexpr, ADDED: gl.constexpr,
-):  # fmt: skip
-    """Divide the sums of rows first .. of a sequence and write o and lse: m [R] and lanes [R, 8] as
-    `finish_rows` has them, acc [R, N], of which `columns` are written. STORED and ADDED
-    are layouts of acc and lanes: see `stored_layout` and `LANES`."""
-    out, lse = finish_rows(m, lanes, (acc,), ADDED)
-    places = places_of(out[0], first, kv_head, start_row, q_len, GROUP, STORED)
-    write_columns(OUT, out[0], places, stride_ot, stride_oh, columns, STORED)
-    write_lse(LSE, lse, places, stride_lse, STORED)
+    for i in gl.static_range(len(out)):
+        _store_rows(
+            results, out[i], lse, rows, strides, columns, PARTS[i][0], GROUP,
+            STORED(out[i].shape[1]),
+        )  # fmt: skip
 
 
 _BOXED: dict[tuple[object, ...], gl.NVMMASharedLayout] = {}

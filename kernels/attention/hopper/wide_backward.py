@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rl_consistency.kernels.attention.hopper.backward import (
+    copy_queries,
     load_rows,
     statistics_of,
     write_gradient,
@@ -77,11 +78,12 @@ def _queries_of(place, HEADS: gl.constexpr, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def _copy_keys(
-    K, V, q_desc, do_desc, k_desc, v_desc, q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full,
-    k_empty, v_empty, place, stride_kt, stride_kh, stride_vt, stride_vh, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    K, V, q_desc, do_desc, k_desc, v_desc, held, place, stride_kt, stride_kh, stride_vt, stride_vh,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The producer of dq: copy a program's queries, then its keys and values block by block."""
+    q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full, k_empty, v_empty = held
     head, first, start_row, limit, low, count, _tile = _queries_of(place, HEADS, WINDOWED)
     kv_head = head // GROUP
     mbarrier.expect(q_full, 2 * 2 * ROWS * DIM * 2)
@@ -122,11 +124,11 @@ def _copy_keys(
 
 @gluon.jit
 def _fold_dq(
-    STATISTICS, dQ, q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full, k_empty, v_empty, place,
-    factor, scale, stride_dqt, stride_dqh, WHICH: gl.constexpr, HEADS: gl.constexpr,
+    STATISTICS, dQ, held, place, factor, scale, strides, WHICH: gl.constexpr, HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: dq of 64 queries, a chain over keys upward."""
+    q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full, k_empty, v_empty = held
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
@@ -161,7 +163,7 @@ def _fold_dq(
         dq = warpgroup_mma_wait(1, deps=[dq])
         signal(k_empty.index(slot))
         scores = warpgroup_mma_wait(0, deps=[coming])
-    write_gradient(dQ, dq, scale, first, start_row, head, limit, stride_dqt, stride_dqh, HEAD_DIM)
+    write_gradient(dQ, dq, scale, (first, start_row, head, limit), strides, HEAD_DIM)
 
 
 @remembered
@@ -187,24 +189,22 @@ def attention_wide_dq_kernel(
     mbarrier.init(q_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=2)
+    held = (q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full, k_empty, v_empty)
     place = (tiles, first_tiles, query_start, query_len, window, num_tiles)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_fold_dq, (
-                STATISTICS, dQ, q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full, k_empty,
-                v_empty, place, factor, scale, stride_dqt, stride_dqh, 0, HEADS, HEAD_DIM, DIM,
-                WINDOWED,
+                STATISTICS, dQ, held, place, factor, scale, (stride_dqt, stride_dqh), 0, HEADS,
+                HEAD_DIM, DIM, WINDOWED,
             )),
             (_fold_dq, (
-                STATISTICS, dQ, q_buf, do_buf, k_bufs, v_buf, q_full, k_full, v_full, k_empty,
-                v_empty, place, factor, scale, stride_dqt, stride_dqh, 1, HEADS, HEAD_DIM, DIM,
-                WINDOWED,
+                STATISTICS, dQ, held, place, factor, scale, (stride_dqt, stride_dqh), 1, HEADS,
+                HEAD_DIM, DIM, WINDOWED,
             )),
             (_copy_keys, (
-                K, V, q_desc, do_desc, k_desc, v_desc, q_buf, do_buf, k_bufs, v_buf, q_full,
-                k_full, v_full, k_empty, v_empty, place, stride_kt, stride_kh, stride_vt,
-                stride_vh, HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
+                K, V, q_desc, do_desc, k_desc, v_desc, held, place, stride_kt, stride_kh,
+                stride_vt, stride_vh, HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
         ],
         [4, 4],
@@ -213,72 +213,49 @@ def attention_wide_dq_kernel(
 
 
 @gluon.jit
-def _keys_of(place, KV_HEADS: gl.constexpr, WINDOWED: gl.constexpr):
-    """(KV head, first key, its sequence's first row, its sequence's keys, tiles of queries per
-    head, number of the sequence's first tile of statistics) of a program of dk and dv."""
-    tiles, first_tiles, query_start, query_len, window, _num_tiles = place
-    entry = tiles + gl.program_id(0) // KV_HEADS * 2
+def _walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """What `walk` says, of a program of dk and dv, which takes all heads of the group."""
+    tiles, first_tiles, query_start, query_len, window, num_tiles, kv_heads = place
+    entry = tiles + gl.program_id(0) // kv_heads * 2
     sequence, first_key = gl.load(entry), gl.load(entry + 1)
     limit = gl.load(query_len + sequence)
     high = limit
     if WINDOWED:
         high = gl.minimum(limit, first_key + KEYS - 1 + window)
-    start_row, first_tile = gl.load(query_start + sequence), gl.load(first_tiles + sequence)
+    start_row = gl.load(query_start + sequence)
+    kv_head = gl.program_id(0) % kv_heads
+    first_head = kv_head * GROUP
+    first_tile = first_head * num_tiles + gl.load(first_tiles + sequence)
     per_head = gl.cdiv(high - first_key, ROWS)
-    return gl.program_id(0) % KV_HEADS, first_key, start_row, limit, per_head, first_tile
-
-
-@gluon.jit
-def _copy_queries(
-    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """One warp: fill the ring with q, do and the two statistics of each step's queries."""
-    lane = gl.arange(0, ROWS, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    kv_head, first_key, start_row, _limit, per_head, first_tile = _keys_of(
-        place, KV_HEADS, WINDOWED
-    )
-    for step in range(GROUP * per_head):
-        head, first = kv_head * GROUP + step // per_head, first_key + step % per_head * ROWS
-        tile = head * place[5] + first_tile + first // ROWS
-        statistics = STATISTICS + tile.to(gl.int64) * (2 * ROWS) + lane
-        lse = gl.load(statistics)
-        delta = gl.load(statistics + ROWS)
-        slot = step % STAGES
-        row = start_row + first
-        q_buf, do_buf = q_bufs.index(slot), do_bufs.index(slot)
-        mbarrier.wait(done.index(slot), step // STAGES & 1 ^ 1)
-        mbarrier.expect(full.index(slot), 2 * ROWS * DIM * 2)
-        copy_rows(q_desc, row, head, 0, full.index(slot), q_buf, 1)
-        copy_rows(do_desc, row, head, 0, full.index(slot), do_buf, 1)
-        lse_buf.index(slot).store(lse)
-        delta_buf.index(slot).store(delta)
-        signal(full.index(slot))
+    return kv_head, first_head, GROUP, first_key, start_row, limit, first_tile, per_head
 
 
 @gluon.jit
 def _fold_dkv(
-    K, V, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_buf, v_buf, p_buf, ds_buf, full, done,
-    place, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dkt, stride_dkh,
-    stride_dvt, stride_dvh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    K, V, dK, dV, ring, k_buf, v_buf, p_buf, ds_buf, full, done, place, factor, scale, stride_kt,
+    stride_kh, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps: dk and dv [KEYS, DIM], chains over heads, then queries upward."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, ROWS // 2, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
     columns: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = p_buf.dtype
-    kv_head, first_key, start_row, limit, per_head, _tile = _keys_of(place, KV_HEADS, WINDOWED)
+    kv_head, _first, heads, first_key, start_row, limit, _tile, per_head = _walk(
+        place, GROUP, WINDOWED
+    )
+    q_bufs, do_bufs, lse_buf, delta_buf = ring
     window = place[4]
-    load_rows(K, k_buf, first_key, start_row, kv_head, limit, stride_kt, stride_kh, HEAD_DIM)
-    load_rows(V, v_buf, first_key, start_row, kv_head, limit, stride_vt, stride_vh, HEAD_DIM)
+    own_keys = (first_key, start_row, kv_head, limit)
+    load_rows(K, k_buf, own_keys, (stride_kt, stride_kh), HEAD_DIM)
+    load_rows(V, v_buf, own_keys, (stride_vt, stride_vh), HEAD_DIM)
     fence_async_shared()
     thread_barrier()
     key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
     query = gl.arange(0, ROWS, layout=columns)
     dk = gl.zeros([KEYS, DIM], gl.float32, D)
     dv = gl.zeros([KEYS, DIM], gl.float32, D)
-    steps = GROUP * per_head
+    steps = heads * per_head
     mbarrier.wait(full.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=[start_scores(k_buf, q_bufs.index(0), S)])
     for step in range(steps):
@@ -310,12 +287,8 @@ def _fold_dkv(
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
         signal(done.index(slot))
         scores = warpgroup_mma_wait(0, deps=[coming])
-    write_gradient(
-        dK, dk, scale, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, HEAD_DIM
-    )
-    write_gradient(
-        dV, dv, 1.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM
-    )
+    write_gradient(dK, dk, scale, own_keys, (stride_dkt, stride_dkh), HEAD_DIM)
+    write_gradient(dV, dv, 1.0, own_keys, (stride_dvt, stride_dvh), HEAD_DIM)
 
 
 @remembered
@@ -342,19 +315,18 @@ def attention_wide_dkv_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(done.index(i), count=1)
-    place = (tiles, first_tiles, query_start, query_len, window, num_tiles)
+    ring = (q_bufs, do_bufs, lse_buf, delta_buf)
+    place = (tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_fold_dkv, (
-                K, V, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_buf, v_buf, p_buf, ds_buf,
-                full, done, place, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh,
-                stride_dkt, stride_dkh, stride_dvt, stride_dvh, KV_HEADS, GROUP, HEAD_DIM, DIM,
-                WINDOWED,
+                K, V, dK, dV, ring, k_buf, v_buf, p_buf, ds_buf, full, done, place, factor, scale,
+                stride_kt, stride_kh, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt,
+                stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
-            (_copy_queries, (
-                q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
-                place, KV_HEADS, GROUP, DIM, WINDOWED,
+            (copy_queries, (
+                q_desc, do_desc, STATISTICS, ring, full, done, place, _walk, GROUP, DIM, WINDOWED,
             )),
         ],
         [1],
@@ -370,17 +342,10 @@ def attention_wide_bwd(call: BackwardCall) -> None:
     statistics, _counters = statistics_of(do, call.out, call.lse, call.layout, rows)
     q_desc, do_desc, k_desc, v_desc = (head_descriptor(x, rows, 1, dim) for x in (q, do, k, v))
     numbers = (
-        first_tiles, call.tables.query_start, call.tables.query_len, call.reach, len(stat_tiles),
-        call.factor, call.scale, *k.stride()[:2], *v.stride()[:2],
+        first_tiles, *call.numbers[:2], call.reach, len(stat_tiles), call.factor, call.scale,
+        *k.stride()[:2], *v.stride()[:2],
     )  # fmt: skip
-    shared = {
-        "GROUP": call.group,
-        "HEAD_DIM": call.head_dim,
-        "DIM": dim,
-        "WINDOWED": call.windowed,
-        "maxnreg": 168,
-        **OPTIONS,
-    }
+    shared = {**call.shape, "DIM": dim, "maxnreg": 168, **OPTIONS}
     tiles = call.layout.tiles(device, 1, 2 * rows)
     attention_wide_dq_kernel[(len(tiles) * heads,)](
         k, v, statistics, dq, q_desc, do_desc, k_desc, v_desc, tiles, *numbers, *dq.stride()[:2],

@@ -47,13 +47,12 @@ def sequence_balance(record: RoutingRecord, layout: PackedSequences) -> Tensor:
                 "leave the balance loss out."
             )
     starts, lens = layout.query_starts, layout.query_lens
-    device = record.layers[0].expert_ids.device
-    rows = record.layers[0].expert_ids.shape[0]
-    sequence = torch.full((rows,), len(lens))  # of filler
+    ids = record.layers[0].expert_ids
+    sequence = torch.full((len(ids),), len(lens))  # of filler
     for i, (start, length) in enumerate(zip(starts, lens, strict=True)):
         sequence[start : start + length] = i
     tokens = torch.tensor(list(lens), dtype=torch.float32)
-    on_device = sequence.to(device), tokens.to(device)
+    on_device = sequence.to(ids.device), tokens.to(ids.device)
     losses = [BalanceFunction.apply(z, ids, *on_device) for z, ids in record.layers]
     return tree_sum(torch.stack(losses), dim=0) / len(losses)
 

@@ -36,20 +36,18 @@ class CanonicalRouter(CanonicalModule):
         """
         if not is_canonical("router"):
             return super().forward(hidden_states)
-        weight = self.weight
         ids, weights, logits = route_with_logits(
             hidden_states,
-            weight,
+            self.weight,
             self.top_k,
             normalize=self.normalizes,
-            weight_grad=self.gradient_buffer("weight", weight),
+            weight_grad=self.gradient_buffer("weight"),
         )
         return logits, weights, ids
 
 
 class RoutedCall:
-    """Where the rows of one layer go; like `LayerCall`, nothing that FSDP2 looks into: the weights
-    keep their fp32."""
+    """Where the rows of one layer go; like `LayerCall`, nothing that FSDP2 looks into."""
 
     def __init__(self, expert_ids: Tensor, weights: Tensor, attention_layout: AttentionLayout):
         self.expert_ids, self.weights = expert_ids, weights
@@ -77,17 +75,16 @@ class CanonicalExperts(CanonicalModule):
             top_k_index, rank = top_k_index.sort(dim=1)
             top_k_index = top_k_index.to(torch.int32)
             top_k_weights = top_k_weights.gather(1, rank).float()
-        gate_up, down = self.gate_up_proj, self.down_proj
         return experts(
             hidden_states,
             top_k_index,
             top_k_weights,
-            gate_up,
-            down,
+            self.gate_up_proj,
+            self.down_proj,
             call.attention_layout,
             activation=self.activation,
-            gate_up_grad=self.gradient_buffer("gate_up_proj", gate_up),
-            down_grad=self.gradient_buffer("down_proj", down),
+            gate_up_grad=self.gradient_buffer("gate_up_proj"),
+            down_grad=self.gradient_buffer("down_proj"),
         )
 
 

@@ -41,9 +41,7 @@ class RoutingRecord:
         a dense model."""
         if not self.layers:
             return ()
-        ids = [
-            layer.expert_ids if rows is None else layer.expert_ids[rows] for layer in self.layers
-        ]
+        ids = [each.expert_ids if rows is None else each.expert_ids[rows] for each in self.layers]
         if not is_canonical("router"):
             ids = [each.sort(dim=1).values for each in ids]
         if len(chosen := {each.shape[1] for each in ids}) > 1:
@@ -57,18 +55,12 @@ class RoutingRecord:
 
 def expert_fingerprints(expert_ids: Tensor) -> Tensor:
     """[R] int64 of expert ids [R, layers, k], ascending in each layer: one number for all experts
-    that a row met.
-
-    A polynomial in the ids modulo 2^64: rows with other experts have other numbers, up to a chance
-    of about 2^-64.
-    """
+    that a row met, a polynomial modulo 2^64. Other experts have it by a chance of about 2^-64."""
     flat = expert_ids.flatten(1).long() + 1
-    powers = torch.full((flat.shape[1],), _BASE, dtype=torch.int64, device=flat.device).cumprod(0)
+    base = 0x5851F42D4C957F2D  # an odd multiplier of good spread (Knuth's MMIX)
+    powers = torch.full((flat.shape[1],), base, dtype=torch.int64, device=flat.device).cumprod(0)
     return (flat * powers).sum(dim=1)
 
-
-_BASE = 0x5851F42D4C957F2D
-"""An odd multiplier of good spread (Knuth's MMIX)."""
 
 _record: ContextVar[RoutingRecord | None] = ContextVar("routing_record", default=None)
 
@@ -89,13 +81,9 @@ def recorded_routing(*, logits: bool = False) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def stock_routing(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Keep the routing of each forward pass of an unpatched model inside the block.
-
-    One tensor per pass: [rows] `expert_fingerprints` of all rows, padding too. A dense model gives
-    none.
-    """
-    found: list[Tensor] = []
-    layers: list[Tensor] = []
+    """The routing of each forward pass of an unpatched model inside the block: [rows]
+    `expert_fingerprints` of all rows, padding too. A dense model gives none."""
+    found, layers = list[Tensor](), list[Tensor]()
 
     def keep(gate: nn.Module, given: object, result: tuple[Tensor, Tensor, Tensor]) -> None:
         layers.append(result[2].sort(dim=1).values)

@@ -107,8 +107,7 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
         given = [torch.as_tensor(mask, device="cpu") for mask in loss_mask]
     masks = [mask.bool() for mask in given]
     for i, (mask, entries) in enumerate(zip(masks, given, strict=True)):
-        if not torch.equal(mask.to(entries.dtype), entries):
-            found = entries[mask.to(entries.dtype) != entries][0].item()
+        for found in entries[mask.to(entries.dtype) != entries].tolist():
             raise ValueError(
                 f"loss_mask {i} has the entry {found}; give True or 1 where a token is scored, "
                 "else False or 0. Weights go to the loss, and labels of -100 are no mask."
@@ -130,21 +129,17 @@ def scored_rows(batch: PackedBatch, scored: list[Tensor]) -> ScoredRows:
     Filler rows bring each sequence to a multiple of the fold's step, so that the LM head's gradient
     can be cut between any two sequences. They repeat the first row and have an ignored target.
     """
-    index: list[np.ndarray] = []
-    real: list[np.ndarray] = []
-    owners: list[int] = []
+    index, real, owners = list[np.ndarray](), list[np.ndarray](), list[int]()
     for i, (start, mask) in enumerate(zip(batch.layout.query_starts, scored, strict=True)):
         rows = np.flatnonzero(mask.numpy()) + (start - 1)
-        if len(rows) == 0:
-            continue
-        filler = -len(rows) % STEP
-        index.append(np.concatenate([rows, np.full(filler, rows[0])]))
-        real.append(np.arange(len(rows) + filler) < len(rows))
-        owners += [i] * (len(rows) + filler)
+        if len(rows):
+            filler = -len(rows) % STEP
+            index.append(np.concatenate([rows, np.full(filler, rows[0])]))
+            real.append(np.arange(len(rows) + filler) < len(rows))
+            owners += [i] * (len(rows) + filler)
     if not index:
         raise ValueError("no token is scored; the prompts or the loss mask leave none.")
-    device = batch.input_ids.device
-    kept = np.concatenate(real)
+    device, kept = batch.input_ids.device, np.concatenate(real)
     rows = from_host(np.concatenate(index), device)
     targets = batch.input_ids[rows + 1].masked_fill(from_host(~kept, device), IGNORED)
     return ScoredRows(rows, targets, from_host(np.flatnonzero(kept), device), owners)
@@ -172,8 +167,7 @@ def _uniform_rows(sampling: Sampling, count: int, device: torch.device) -> Sampl
     names = ("temperature", "top_k", "top_p", "min_p")
     if not all(hasattr(sampling, name) for name in names):
         raise TypeError(f"sampling: {type(sampling).__name__}; give SamplingParams for each.")
-    fields = {name: getattr(sampling, name) for name in names}
-    return SamplingRows.uniform(count, **fields, device=device)
+    return SamplingRows.uniform(count, **{n: getattr(sampling, n) for n in names}, device=device)
 
 
 def scored_hidden_states(
@@ -194,10 +188,9 @@ def row_scores(
     """Logprobs and entropies [N] of the scored tokens, from hidden states [M, H] of `rows`."""
     given = (hidden, lm_head_weight(policy), rows.targets, parameters)
     if is_canonical("token_logprobs"):
-        logprobs, entropy = token_logprobs(
-            *given, weight_grad=lm_head_gradient(policy), check_targets=False
-        )
+        buffer = lm_head_gradient(policy)
+        found = token_logprobs(*given, weight_grad=buffer, check_targets=False)
     else:
-        logprobs, entropy = stock_scores(*given)
-    logprobs, entropy = guarded_backward(logprobs), guarded_backward(entropy)
+        found = stock_scores(*given)
+    logprobs, entropy = map(guarded_backward, found)
     return logprobs[rows.kept], entropy[rows.kept]

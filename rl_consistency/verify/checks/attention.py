@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from rl_consistency.cases.attention import SCORE_SCALE
 from rl_consistency.cases.case import Heads
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
+from rl_consistency.parity.sides import PagedCall, paged_calls
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of
-from rl_consistency.verify.sweep import OpSetup
+from rl_consistency.verify.sweep import OpSetup, Sweep
 
 Sample = tuple[Tensor, Tensor, Tensor]
 """q [n, H, D], k and v [n, Hkv, D] of one sequence."""
@@ -49,7 +52,7 @@ def check_paged_attention(tally: Tally, setup: OpSetup) -> None:
 
 def packed_attention(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
     """[n, H * (D + 1)] fp32 per sample: outputs, then lse. Rows between them are NaN."""
-    layout, (q, k, v) = packed(samples, gap, junk=torch.nan)
+    layout, (q, k, v) = packed(samples, gap, junk=[torch.nan] * 3)
     found = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
     return of_sequences(layout, *found)
 
@@ -57,7 +60,7 @@ def packed_attention(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> l
 def packed_gradients(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
     """[n, (H + 2 Hkv) * D] fp32 per sample: dq, dk, dv. Rows between them are finite, as backward
     expects."""
-    layout, operands = packed(samples, gap, junk=3.0)
+    layout, operands = packed(samples, gap, junk=[3.0] * 3)
     q, k, v = (x.requires_grad_() for x in operands)
     out, _ = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
     out.backward(q.detach())
@@ -101,7 +104,7 @@ def paged_alike(
 
         def run(call: PagedCall, own: list[Sample] = own) -> Tensor:
             q, k, v = call_operands(own, call)
-            call.paged.write(0, k, v)
+            write_cache(call.paged, 0, k, v)
             options = {"scale": shape.scale, "window": shape.window}
             return rows_of(*attention_paged(q, call.paged, 0, **options))
 
@@ -123,6 +126,42 @@ def attention_probe(shape: Heads, lengths: Sequence[int], setup: OpSetup) -> lis
     ]
 
 
+def chunked(length: int, chunk: int) -> list[int]:
+    """Sizes of the parts of a sequence cut into chunks."""
+    return [min(chunk, length - start) for start in range(0, length, chunk)]
+
+
+def decoded(length: int) -> list[int]:
+    """One part for the prompt, then the last 12 tokens one at a time."""
+    tail = min(length, 12)
+    return ([length - tail] if length > tail else []) + [1] * tail
+
+
+def paged_plans(sweep: Sweep) -> Iterator[tuple[str, int, list[int], Callable[[int], list[int]]]]:
+    """(name, tokens of a cache block, samples, length -> sizes of the parts) of a sweep: every
+    chunk size, decode, and one prefill per block size."""
+    longest = max(sweep.sample_lengths())
+    ways: list[tuple[str, int, Callable[[int], list[int]]]] = [
+        (f"chunk {c}", c, partial(chunked, chunk=c)) for c in sweep.chunks
+    ]
+    ways += [("decode", longest, decoded)]
+    ways += [("prefill", longest, lambda n: [n]) for _ in sweep.cache_blocks]
+    for (name, chunk, cut), size in zip(ways, cycle(sweep.cache_blocks), strict=False):
+        yield f"{name}, cache blocks of {size}", size, sweep.paged_samples(chunk), cut
+
+
+def paged_rows(
+    schedules: Sequence[Sequence[int]], run: Callable[[PagedCall], Tensor], **cache: Any
+) -> list[Tensor]:
+    """Rows of each sequence out of all `paged_calls`; `run` gives the rows of one call."""
+    parts: list[list[Tensor]] = [[] for _ in schedules]
+    for call in paged_calls(schedules, **cache):
+        rows = run(call).split([end - start for _, start, end in call.spans])
+        for (i, _, _), part in zip(call.spans, rows, strict=True):
+            parts[i].append(part)
+    return [torch.cat(p) for p in parts]
+
+
 def call_operands(samples: Sequence[Sample], call: PagedCall) -> list[Tensor]:
     """q, k and v of the tokens of one call."""
     return [torch.cat([samples[i][j][a:b] for i, a, b in call.spans]) for j in range(3)]
@@ -134,19 +173,27 @@ def cache_of(shape: Heads, q: Tensor) -> dict[str, Any]:
     return options | {"dtype": q.dtype, "device": q.device}
 
 
+def cached_rows(paged: Any, layer: int) -> list[Tensor]:
+    """Keys and values [slots, Hkv, D] of one layer's cache."""
+    caches = (paged.key_cache[layer], paged.value_cache[layer])
+    return [cache.view(-1, *cache.shape[2:]) for cache in caches]
+
+
 def packed(
-    samples: Sequence[Sample], gap: int = 0, *, junk: float = 0.0
+    samples: Sequence[Sequence[Tensor]], gap: int = 0, *, junk: Sequence[Any] = (0.0, 0.0, 0.0)
 ) -> tuple[PackedSequences, list[Tensor]]:
-    """The layout, and q, k, v with every sample on a multiple of 16 after `gap` steps of junk."""
-    starts, end = [], 0
-    for sample in samples:
+    """The layout, and each operand with every sample on a multiple of 16 after `gap` steps of rows
+    that are all its `junk`, a number or a row."""
+    lengths, starts, end = [len(sample[0]) for sample in samples], [], 0
+    for length in lengths:
         starts.append(end + gap * STEP)
-        end = starts[-1] + -(-len(sample[0]) // STEP) * STEP
-    operands = [x.new_full((end, *x.shape[1:]), junk) for x in samples[0]]
-    for start, sample in zip(starts, samples, strict=True):
-        for operand, part in zip(operands, sample, strict=True):
-            operand[start : start + len(part)] = part
-    return PackedSequences.of(starts, [len(s[0]) for s in samples]), operands
+        end = starts[-1] + -(-length // STEP) * STEP
+    operands = [x.new_empty((end, *x.shape[1:])) for x in samples[0]]
+    for i, (operand, value) in enumerate(zip(operands, junk, strict=True)):
+        operand[:] = value
+        for start, length, sample in zip(starts, lengths, samples, strict=True):
+            operand[start : start + length] = sample[i]
+    return PackedSequences.of(starts, lengths), operands
 
 
 def _compare(

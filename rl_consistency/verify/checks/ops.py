@@ -24,6 +24,7 @@ from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.pointwise.rotary import rotary_table
 from rl_consistency.kernels.reduction.sums import gradient_norm, masked_mean, masked_sum
 from rl_consistency.kernels.token_logprobs.op import IGNORED
+from rl_consistency.verify.checks.attention import packed
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import (
     case_cuts_alike,
@@ -166,12 +167,14 @@ def check_experts_fold(tally: Tally, setup: OpSetup) -> None:
     gate_up, down = map(parameter_of, drawn)
     buffers: Any = {"gate_up_grad": GradientBuffer(gate_up), "down_grad": GradientBuffer(down)}
     parts = [p.split(list(LENGTHS)) for p in (x, ids, weights, dy)]
+    filler = (1.0, torch.arange(TOP_K), 1.0, 1.0)  # ids ascend there too
 
     def gradients(groups: Sequence[Sequence[int]], gap: int) -> list[Tensor]:
         for parameter in (gate_up, down):
             parameter.grad = None
         for group in groups:
-            (x, ids, weights, dy), layout = _packed([[p[i] for p in parts] for i in group], gap)
+            layout, given = packed([[p[i] for p in parts] for i in group], gap, junk=filler)
+            x, ids, weights, dy = given
             y = experts(x, ids, weights, gate_up, down, layout, activation="silu", **buffers)
             y.backward(dy)
         return [p.grad for p in (gate_up, down) if p.grad is not None]
@@ -189,28 +192,3 @@ def check_experts_fold(tally: Tally, setup: OpSetup) -> None:
     for name, (groups, gap) in ways.items():
         for expected, actual in zip(whole, gradients(groups, gap), strict=True):
             tally.equal(name, expected, actual)
-
-
-def _packed(
-    sequences: Sequence[Sequence[Tensor]], gap: int
-) -> tuple[list[Tensor], PackedSequences]:
-    """Each sequence's tensors, starting on a step behind `gap` steps of filler, which has ones."""
-    starts: list[int] = []
-    columns: list[list[Tensor]] = [[] for _ in sequences[0]]
-    end = 0
-    for sequence in sequences:
-        length = len(sequence[0])
-        starts.append(end + gap * STEP)
-        tail = -length % STEP
-        for column, own in zip(columns, sequence, strict=True):
-            filler = own.new_ones((gap * STEP + tail, *own.shape[1:]))
-            column += [filler[: gap * STEP], own, filler[gap * STEP :]]
-        end = starts[-1] + length + tail
-    rows = [torch.cat(column) for column in columns]
-    # Ids have to ascend in filler too.
-    rows[1] = torch.where(
-        (rows[1] == 1).all(dim=1, keepdim=True),
-        torch.arange(rows[1].shape[1], device=rows[1].device, dtype=rows[1].dtype),
-        rows[1],
-    )
-    return rows, PackedSequences.of(starts, [len(s[0]) for s in sequences])

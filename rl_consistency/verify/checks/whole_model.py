@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
@@ -29,7 +29,7 @@ from rl_consistency.parity.gradients import (
 )
 from rl_consistency.parity.sides import PagedCall, cache_arguments
 from rl_consistency.parity.taps import tapped
-from rl_consistency.verify.checks.paged_calls import paged_plans, paged_rows
+from rl_consistency.verify.checks.attention import paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.sweep import Sweep, padded, split
 
@@ -48,13 +48,11 @@ GRADIENT_LENGTHS = (33, 7, 48, 2, 129, 16, 31, 64, 5, 40, 17, 90)
 class Chain:
     """A patched model, the samples it is swept over, and each sample's outputs when alone."""
 
-    def __init__(self, model: nn.Module, sweep: Sweep) -> None:
-        config: Any = model.config
-        self.model: Any = model
-        self.config = config
-        self.device: torch.device = self.model.device
-        self.sweep = sweep.within(config.max_position_embeddings)
-        self.samples = probe_tokens(self.sweep.sample_lengths(), config.vocab_size, seed=1)
+    def __init__(self, model: Any, sweep: Sweep) -> None:
+        self.model, self.config = model, model.config
+        self.device: torch.device = model.device
+        self.sweep = sweep.within(self.config.max_position_embeddings)
+        self.samples = probe_tokens(self.sweep.sample_lengths(), self.config.vocab_size, seed=1)
 
     @cached_property
     def alone(self) -> list[Tensor]:
@@ -86,7 +84,7 @@ class Chain:
         both = torch.stack([scored.logprobs, scored.entropy], dim=1)
         return list(both.split([len(self.samples[i]) - 1 for i in members]))
 
-    def divergence(self, sample: int, members: Sequence[int]) -> str | None:
+    def divergence(self, sample: int, members: Sequence[int]) -> str:
         """The first part that differs between a sample alone and packed among `members`."""
         traces = []
         for group in ([sample], members):
@@ -98,8 +96,8 @@ class Chain:
             own = slice(sum(lengths[:place]), sum(lengths[: place + 1]))
             traces.append({tap: rows[own] for tap, rows in taps.forward().items()})
         alone, packed = traces
-        differing = (tap for tap in alone if not same_bytes(alone[tap], packed[tap]))
-        return str(first) if (first := next(differing, None)) else None
+        differing = (f"first to differ: {t}" for t in alone if not same_bytes(alone[t], packed[t]))
+        return next(differing, "not in a packed batch")
 
 
 def check_packed_chain(tally: Tally, chain: Chain) -> None:
@@ -212,26 +210,21 @@ def check_gradient_chain(tally: Tally, chain: Chain) -> None:
 
 def check_gradient_checkpointing(tally: Tally, chain: Chain) -> None:
     """Gradients with the activations of each layer recomputed in backward."""
-    stored = _gradients(chain)
-    training = chain.model.training
-    runs: list[None] = []
-    norm = chain.model.model.layers[0].input_layernorm
-    handle = norm.register_forward_hook(lambda *_: runs.append(None))
-    chain.model.train()
+    stored, model, runs = _gradients(chain), chain.model, []
+    training = model.training
+    handle = model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: runs.append(0))
+    model.train()
     # Newer transformers renamed the method.
-    new = hasattr(chain.model, "activation_checkpointing_enable")
+    new = hasattr(model, "activation_checkpointing_enable")
     checkpointing = "activation_checkpointing" if new else "gradient_checkpointing"
-    getattr(chain.model, f"{checkpointing}_enable")()
+    getattr(model, f"{checkpointing}_enable")()
     try:
-        recomputed = _gradients(chain)
+        _compare_gradients(tally, chain, stored)
     finally:
-        getattr(chain.model, f"{checkpointing}_disable")()
-        chain.model.train(training)
+        getattr(model, f"{checkpointing}_disable")()
+        model.train(training)
         handle.remove()
     tally.expect("layers were recomputed", len(runs) == 2, f"a layer ran {len(runs)} times")
-    tally.expect("same parameters", stored.keys() == recomputed.keys())
-    for name in stored:
-        tally.equal(name, stored[name], recomputed[name])
 
 
 def check_captured_layers(tally: Tally, chain: Chain) -> None:
@@ -241,10 +234,7 @@ def check_captured_layers(tally: Tally, chain: Chain) -> None:
     try:
         # The first replay finds accumulators that nothing was folded into, the second does not.
         for _ in range(CAPTURED_AT + 1):
-            found = _gradients(chain)
-            tally.expect("same parameters", expected.keys() == found.keys())
-            for name in expected:
-                tally.equal(name, expected[name], found.pop(name))
+            _compare_gradients(tally, chain, expected)
     finally:
         chain.model.model.layer_graphs = None
     if chain.device.type == "cuda" and chain.config.model_type not in SPARSE:
@@ -258,8 +248,7 @@ def _compare_samples(
     for i, rows in zip(members, found, strict=True):
         unseen = tally.mismatches == 0
         if not tally.equal(case, chain.alone[i], rows, _token(i)) and unseen:
-            where = chain.divergence(i, members)
-            tally.detail += f"; first to differ: {where}" if where else "; not in a packed batch"
+            tally.detail += f"; {chain.divergence(i, members)}"
 
 
 def _step(chain: Chain) -> tuple[list[list[int]], list[int], LossFunction]:
@@ -299,6 +288,13 @@ def _gradients(chain: Chain) -> dict[str, Tensor]:
         scored = token_logprobs(chain.model, sequences, prompt_lengths=prompts)
         loss(scored, range(len(sequences))).backward()
         return {name: p.grad for name, p in chain.model.named_parameters() if p.grad is not None}
+
+
+def _compare_gradients(tally: Tally, chain: Chain, expected: Mapping[str, Tensor]) -> None:
+    found = _gradients(chain)
+    tally.expect("same parameters", expected.keys() == found.keys())
+    for name in expected:
+        tally.equal(name, expected[name], found.pop(name))
 
 
 def _token(sample: int, first: int = 0) -> Any:

@@ -34,7 +34,7 @@ from rl_consistency.models.stock import stock_attention, stock_captured_attentio
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.random_stream import device_uniforms
-from rl_consistency.verify.checks.paged_calls import cached_rows
+from rl_consistency.verify.checks.attention import cached_rows
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.mutants.mutant import mutant
 from rl_consistency.verify.substitution import attribute, substituted

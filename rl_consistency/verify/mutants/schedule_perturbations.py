@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
@@ -32,12 +32,13 @@ from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
-from rl_consistency.verify.checks.row_schedules import norm_backward_entries
+from rl_consistency.verify.checks.schedules import norm_backward_entries
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.mutants.mutant import mutant
 from rl_consistency.verify.substitution import substituted
 
-Pair = tuple[Callable[..., Any], Callable[..., Any]]
+Launcher = Callable[..., Any]
+Pair = tuple[Launcher, Launcher]
 """A launcher, and what takes its place."""
 
 
@@ -73,10 +74,9 @@ def _large_launchers() -> list[Pair]:
     ) -> Tensor:
         if schedule is None or schedule.kind != "pointer" or schedule.block_m != 64:
             return product(a, b, bias, layout, out_dtype, schedule)
-        half = a.shape[1] // 2
         low, high = (
             product(a[:, s], b[:, s] if layout == "nt" else b[s], None, layout, torch.float32)
-            for s in (slice(0, half), slice(half, None))
+            for s in _halves(a)
         )
         total = low + high
         return (total if bias is None else total + bias.float()).to(out_dtype)
@@ -98,7 +98,7 @@ def _large_launchers() -> list[Pair]:
 
     return [
         (product, mutant_product),
-        _some_entries(outer, lambda *_: folds, _added_up(outer)),
+        _some_entries(outer, folds, _added_up(outer)),
         (attend, mutant_attend),
         (statistics, mutant_statistics),
     ]
@@ -106,24 +106,21 @@ def _large_launchers() -> list[Pair]:
 
 def _small_launchers() -> list[Pair]:
     """Several products in one launch, and ops that treat rows one by one."""
-    project: Callable[..., Any] = linear_triton.qkv_fwd
-    gated = linear_triton.gate_up_glu_fwd
+    project: Launcher = linear_triton.qkv_fwd
     rotate, fold = rotary.rotary_fwd, gradient_rows_triton.launch_rows
+    find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
 
     def split_k(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         *weights, bq, bk, bv, schedule = operands
-        half = x.shape[1] // 2
-        low = project(x[:, :half], *(w[:, :half] for w in weights), None, None, None, schedule)
-        high = project(x[:, half:], *(w[:, half:] for w in weights), bq, bk, bv, schedule)
+        low, high = (
+            project(x[:, s], *(w[:, s] for w in weights), *biases, schedule)
+            for s, biases in zip(_halves(x), ([None] * 3, [bq, bk, bv]), strict=True)
+        )
         return tuple(a + b for a, b in zip(low, high, strict=True))
 
     def unrounded(x: Tensor, w_gate: Tensor, w_up: Tensor, *rest: Any) -> Tensor:
         gate, up = (x.float() @ weight.float().t() for weight in (w_gate, w_up))
         return (F.silu(gate) * up).to(x.dtype)
-
-    norm_backward: Callable[..., Any] = rms_norm_bwd
-    find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
-    candidates = rms_norm_schedules.candidates
 
     def silu_rounded(gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
         return F.silu(gate) * up
@@ -132,16 +129,8 @@ def _small_launchers() -> list[Pair]:
         sigmoid = torch.sigmoid(gate)
         return dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * (gate * sigmoid)
 
-    def cosine_rounded(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return rotate(q, k, cos.bfloat16().float(), *rest)
-
-    def root_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        y, total, rstd = rms_norm_fwd(*operands)
-        return y, total, rstd.bfloat16().float()
-
-    def from_a_rounded_root(*operands: Any) -> tuple[Tensor, Tensor]:
-        *rows, rstd, heads, with_sums, schedule = operands
-        return norm_backward(*rows, rstd.bfloat16().float(), heads, with_sums, schedule)
+    def of_width(x: Tensor, *_: Any) -> Sequence[Any]:
+        return rms_norm_schedules.candidates(x.shape[-1])[1:2]
 
     def backward_entries(dy: Any, dtotal: Any, x: Tensor, w: Any, rstd: Any, heads: int, *_: Any):
         return norm_backward_entries(x.shape[-1], heads)[1:2]
@@ -151,14 +140,14 @@ def _small_launchers() -> list[Pair]:
         return find(logits.bfloat16().float() if changed else logits, *rows)
 
     return [
-        _some_entries(project, lambda *_: few_rows_schedules.QKV[1:2], split_k),
-        _some_entries(gated, lambda *_: few_rows_schedules.GATE_UP[-1:], unrounded),
-        _some_entries(glu.glu_fwd, lambda *_: glu.CANDIDATES[1:2], silu_rounded),
-        _some_entries(glu.glu_bwd, lambda *_: glu.CANDIDATES[1:2], gradients_rounded),
-        _some_entries(rotate, lambda *_: rotary.CANDIDATES[1:2], cosine_rounded),
-        _some_entries(rms_norm_fwd, lambda x, *_: candidates(x.shape[-1])[1:2], root_rounded),
-        _some_entries(rms_norm_bwd, backward_entries, from_a_rounded_root),
-        _some_entries(fold, lambda *_: gradient_rows_triton.CANDIDATES[1:2], _added_up(fold)),
+        _some_entries(project, few_rows_schedules.QKV[1:2], split_k),
+        _some_entries(linear_triton.gate_up_glu_fwd, few_rows_schedules.GATE_UP[-1:], unrounded),
+        _some_entries(glu.glu_fwd, glu.CANDIDATES[1:2], silu_rounded),
+        _some_entries(glu.glu_bwd, glu.CANDIDATES[1:2], gradients_rounded),
+        _some_entries(rotate, rotary.CANDIDATES[1:2], _rounded_operand(rotate, 2)),
+        _some_entries(rms_norm_fwd, of_width, _rounded_result(rms_norm_fwd, 2)),
+        _some_entries(rms_norm_bwd, backward_entries, _rounded_operand(rms_norm_bwd, 4)),
+        _some_entries(fold, gradient_rows_triton.CANDIDATES[1:2], _added_up(fold)),
         (find, support_by_tile),
     ]
 
@@ -166,25 +155,19 @@ def _small_launchers() -> list[Pair]:
 def _expert_launchers() -> list[Pair]:
     """The choice of experts, their products, the sum of their rows, and gradients of all these."""
     choose, logits_bwd = router.choose_fwd, router.logits_bwd
-    product: Callable[..., Tensor] = expert_products_triton.product_fwd
-    gated: Callable[..., Any] = expert_products_triton.gate_up_fwd
+    product: Launcher = expert_products_triton.product_fwd
+    gated: Launcher = expert_products_triton.gate_up_fwd
     combine, pair_bwd = expert_pairs_triton.combine_fwd, expert_pairs_triton.pair_bwd
     fold, tables = expert_fold_triton.fold_runs, expert_schedules
     # By pointers, since halves of weights have strides.
     wide = tables.PRODUCTS[1], tables.GATE_UP[1], tables.PRODUCTS_FP32[1]
     folds = tables.FOLDS[1], tables.FOLDS_FP32[1]
 
-    def weights_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        ids, weights, p = choose(*operands)
-        return ids, weights.bfloat16().float(), p
-
-    def from_rounded_gradients(dweights: Tensor, *rest: Any) -> Tensor:
-        return logits_bwd(dweights.bfloat16().float(), *rest)
-
     def split_k(a: Tensor, weights: Tensor, layout: str, *rest: Any) -> Tensor:
-        halves = [slice(0, a.shape[1] // 2), slice(a.shape[1] // 2, None)]
-        parts = (weights[..., s] if layout == "nt" else weights[:, s] for s in halves)
-        low, high = (product(a[:, s], w, layout, *rest) for s, w in zip(halves, parts, strict=True))
+        low, high = (
+            product(a[:, s], weights[..., s] if layout == "nt" else weights[:, s], layout, *rest)
+            for s in _halves(a)
+        )
         return low + high
 
     def silu_rounded(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -200,22 +183,21 @@ def _expert_launchers() -> list[Pair]:
             total = total + combine(outputs, places[:, j : j + 1].contiguous(), own, *rest)
         return total
 
-    def sum_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dpacked, weighted, dweights = pair_bwd(*operands)
-        return dpacked, weighted, dweights.bfloat16().float()
-
-    def of_router(*_: Any) -> tuple[router.RouterSchedule, ...]:
-        return router.ALL[1:2]
-
     return [
-        _some_entries(choose, of_router, weights_rounded),
-        _some_entries(logits_bwd, of_router, from_rounded_gradients),
-        _some_entries(product, lambda *_: wide, split_k),
-        _some_entries(gated, lambda *_: wide, silu_rounded),
-        _some_entries(combine, lambda *_: tables.COMBINE[1:2], downward),
-        _some_entries(pair_bwd, lambda *_: tables.PAIR[1:2], sum_rounded),
-        _some_entries(fold, lambda *_: folds, _added_up(fold)),
+        _some_entries(choose, router.ALL[1:2], _rounded_result(choose, 1)),
+        _some_entries(logits_bwd, router.ALL[1:2], _rounded_operand(logits_bwd, 0)),
+        _some_entries(product, wide, split_k),
+        _some_entries(gated, wide, silu_rounded),
+        _some_entries(combine, tables.COMBINE[1:2], downward),
+        _some_entries(pair_bwd, tables.PAIR[1:2], _rounded_result(pair_bwd, 2)),
+        _some_entries(fold, folds, _added_up(fold)),
     ]
+
+
+def _halves(a: Tensor) -> tuple[slice, slice]:
+    """Both halves of K."""
+    half = a.shape[1] // 2
+    return slice(0, half), slice(half, None)
 
 
 def _added_up(fold: Callable[..., None]) -> Callable[..., None]:
@@ -229,16 +211,29 @@ def _added_up(fold: Callable[..., None]) -> Callable[..., None]:
     return wrong
 
 
+def _rounded(given: Sequence[Any], place: int) -> list[Any]:
+    """One of some tensors rounded to bf16."""
+    return [x.bfloat16().float() if i == place else x for i, x in enumerate(given)]
+
+
+def _rounded_operand(launcher: Launcher, place: int) -> Launcher:
+    return lambda *operands: launcher(*_rounded(operands, place))
+
+
+def _rounded_result(launcher: Launcher, place: int) -> Launcher:
+    return lambda *operands: tuple(_rounded(launcher(*operands), place))
+
+
 def _some_entries(
-    launcher: Callable[..., Any], entries: Callable[..., Any], wrong: Callable[..., Any]
+    launcher: Launcher, entries: Sequence[Any] | Callable[..., Sequence[Any]], wrong: Launcher
 ) -> Pair:
-    """`wrong` in place of a launcher whose schedule is one of `entries` of its table: the argument
-    of that name, or else the last one."""
+    """`wrong` in place of a launcher whose schedule is one of some entries of its table: the
+    argument of that name, or else the last one."""
 
     def mutant(*operands: Any, **options: Any) -> Any:
         schedule = options.get("schedule", operands[-1])
-        run = wrong if schedule in entries(*operands) else launcher
-        return run(*operands, **options)
+        chosen = entries(*operands) if callable(entries) else entries
+        return (wrong if schedule in chosen else launcher)(*operands, **options)
 
     return launcher, mutant
 

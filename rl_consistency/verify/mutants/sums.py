@@ -33,14 +33,6 @@ class ContiguousLeaves(OrderedSum):
         self.rounds = [replace(r, part=first + r.index) for r in self.rounds]
 
 
-class FillerAdded(OrderedSum):
-    """A rank without a part sends its zeros."""
-
-    def __init__(self, world: World, order: PartOrder):
-        super().__init__(world, order)
-        self.rounds = [replace(r, senders=world.size) for r in self.rounds]
-
-
 class OtherRankOrder(OrderedSum):
     """Chunks are added from the last rank to the first."""
 

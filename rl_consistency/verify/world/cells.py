@@ -1,4 +1,7 @@
-"""Cells of the hash table of training: one tiny run each; all of an algorithm must end alike."""
+"""Cells of the hash table of training: one tiny run each; all of an algorithm must end alike.
+
+In its negative controls every wrong program must have several hashes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.strategies.build import STRATEGIES
+from rl_consistency.verify.claims import Result
+from rl_consistency.verify.mutants.run import MutantResult
+from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 
 LEAVES = 4
 """`consistency.gradient_leaves` of every cell, so the most processes there can be."""
@@ -88,12 +94,10 @@ class Outcome:
     def parting(self, other: Outcome) -> str:
         """The first step and metric in which another run differs; empty if it is the same run."""
         for own, found in zip(self.rows, other.rows, strict=True):
-            # As text: a NaN is equal to a NaN.
-            differing = [
-                key for key in {**own, **found} if repr(own.get(key)) != repr(found.get(key))
-            ]
-            if differing:
-                return f"step {own['step']}, {differing[0]}"
+            for key in {**own, **found}:
+                # As text: a NaN is equal to a NaN.
+                if repr(own.get(key)) != repr(found.get(key)):
+                    return f"step {own['step']}, {key}"
         return "" if self.digest == other.digest else "the final parameters"
 
 
@@ -107,16 +111,17 @@ def left_out(strategy: str, dtype: str) -> str:
 
 def cells_of(
     worlds: Sequence[int],
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    micro_batches: Sequence[int] = MICRO_BATCHES,
-    dtypes: Sequence[str] = tuple(DTYPES),
-    algorithms: Sequence[str] = tuple(ALGORITHMS),
+    strategies: Sequence[str],
+    micro_batches: Sequence[int],
+    dtypes: Sequence[str],
+    algorithms: Sequence[str],
 ) -> list[Cell]:
     """All combinations but those that are left out."""
-    axes = algorithms, dtypes, strategies, micro_batches, worlds
     return [
         Cell(algorithm=name, dtype=dtype, strategy=strategy, micro_batch=size, world_size=world)
-        for name, dtype, strategy, size, world in product(*axes)
+        for name, dtype, strategy, size, world in product(
+            algorithms, dtypes, strategies, micro_batches, worlds
+        )
         if strategy in ALGORITHMS[name] and not left_out(strategy, dtype)
     ]
 
@@ -133,6 +138,51 @@ def failures(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, str]]:
             yield outcome, f"parts from {other} in {where}"
 
 
+def control_cells(worlds: Sequence[int]) -> list[Cell]:
+    """Each wrong program, and the right one, in every strategy that must show it."""
+    keys = {"": [key for m in WORLD_MUTANTS for key in m.caught_by]}
+    strategies = {
+        name: dict.fromkeys(key.removeprefix("C4 ") for key in own)
+        for name, own in (keys | {m.name: list(m.caught_by) for m in WORLD_MUTANTS}).items()
+    }
+    return [
+        Cell(dtype="float32", strategy=strategy, micro_batch=4, world_size=size, mutant=mutant)
+        for mutant, own in strategies.items()
+        for strategy in own
+        for size in worlds
+        if not left_out(strategy, "float32")
+    ]
+
+
+def judge(outcomes: Sequence[Outcome]) -> tuple[list[MutantResult], list[Result]]:
+    """What each mutant's runs came to, and the same of the right program."""
+    found = [
+        MutantResult(mutant=mutant, results=tuple(_results(outcomes, mutant.name)))
+        for mutant in WORLD_MUTANTS
+    ]
+    return found, list(_results(outcomes, ""))
+
+
+def _results(outcomes: Sequence[Outcome], mutant: str) -> Iterator[Result]:
+    """The results of a mutant's runs, one per strategy."""
+    own = [outcome for outcome in outcomes if outcome.cell.mutant == mutant]
+    for strategy in dict.fromkeys(outcome.cell.strategy for outcome in own):
+        runs = [outcome for outcome in own if outcome.cell.strategy == strategy]
+        failed = list(failures(runs))
+        yield Result(
+            claim="C4",
+            subject=strategy,
+            scope="fp32",
+            what="number of processes",
+            cases=len(runs),
+            mismatches=len(failed),
+            passed=not failed,
+            detail=f"{failed[0][0].cell.name}: {failed[0][1]}" if failed else "",
+            figure=None,
+            seconds=sum(outcome.seconds for outcome in runs),
+        )
+
+
 def digit_share(
     prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str], **extra: Any
 ) -> list[float]:
@@ -143,16 +193,9 @@ def digit_share(
 def config_of(cell: Cell, steps: int, device: str, directory: Path) -> RunConfig:
     """Samples of five groups of three, which borders of leaves cut; something of every part of a
     step whose order could matter: warm start, KL, clipping, schedule, evaluation, regrouping."""
-    build = {
-        "architecture": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    }
+    build = {"architecture": "qwen3", "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    build |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    build |= {"max_position_embeddings": 64}
     task = {"name": "arithmetic", "num_terms": 2, "max_value": 8, "train_size": 32, "eval_size": 4}
     rewards = [{"name": "arithmetic"}, {"name": f"{__name__}:digit_share", "weight": 0.5}]
     tree = {

@@ -9,10 +9,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 
 import torch
@@ -28,16 +26,19 @@ from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import zero
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
-from rl_consistency.verify.processes import end_with_parent
+from rl_consistency.verify.processes import end_with_parent, start_method
 from rl_consistency.verify.world.cells import RELEASED, Cell, Outcome, config_of
 
-OnOutcome = Callable[[Outcome], None]
 Cells = Mapping[int, Cell]
 """Place among all cells -> cell."""
 
 
 def run_cells(
-    cells: Sequence[Cell], *, steps: int, device: str = "cpu", on_outcome: OnOutcome
+    cells: Sequence[Cell],
+    *,
+    steps: int,
+    device: str = "cpu",
+    on_outcome: Callable[[Outcome], None],
 ) -> list[Outcome]:
     """Run all cells, in the order of their numbers of processes; returns the outcomes by cell.
 
@@ -45,37 +46,32 @@ def run_cells(
     processes. `on_outcome` is called with each outcome as soon as it is there.
     """
     found: dict[int, Outcome] = {}
+
+    def add(i: int, **fields: Any) -> None:
+        found[i] = Outcome(cell=cells[i], **fields)
+        on_outcome(found[i])
+
     for world_size in sorted({cell.world_size for cell in cells}):
         left = {i: cell for i, cell in enumerate(cells) if cell.world_size == world_size}
         while left:
             with TemporaryDirectory() as folder:
-                _run_group(left, found, steps, device, Path(folder), on_outcome)
+                _run_group(left, world_size, steps, device, Path(folder), add)
             left = {i: cell for i, cell in left.items() if i not in found}
     return [found[i] for i in range(len(cells))]
 
 
 def _run_group(
-    cells: Cells,
-    found: dict[int, Outcome],
-    steps: int,
-    device: str,
-    folder: Path,
-    on_outcome: OnOutcome,
+    cells: Cells, world_size: int, steps: int, device: str, folder: Path, add: Callable[..., None]
 ) -> None:
     """Run cells of one number of processes up to the end, or to the first that fails."""
+    left = list(cells)
 
     def collect() -> None:
-        for i, cell in cells.items():
-            file = folder / f"{i}.json"
-            if i not in found and file.exists():
-                found[i] = Outcome(cell=cell, **json.loads(file.read_text()))
-                on_outcome(found[i])
+        while left and (file := folder / f"{left[0]}.json").exists():
+            add(left.pop(0), **json.loads(file.read_text()))
 
-    # Forked from a process that has imported torch, which is most of a start; CUDA bars that.
-    method = "spawn" if device == "cuda" else "forkserver"
-    get_context("forkserver").set_forkserver_preload([__name__])
-    world_size = next(iter(cells.values())).world_size
     given = cells, world_size, steps, device, folder
+    method = start_method(device, __name__).get_start_method()
     context = start_processes(_enter, given, world_size, False, True, method)
     assert context is not None
     processes: list[Any] = context.processes
@@ -85,12 +81,8 @@ def _run_group(
         collect()
     except (ProcessRaisedException, ProcessExitedException) as error:
         collect()
-        # A process may end badly after its last cell.
-        i = next((i for i in cells if i not in found), None)
-        if i is None:
-            return
-        found[i] = Outcome(cell=cells[i], error=str(error))
-        on_outcome(found[i])
+        if left:  # a process may end badly after its last cell
+            add(left[0], error=str(error))
     finally:
         for process in processes:
             process.kill()
@@ -98,7 +90,7 @@ def _run_group(
 
 
 def _enter(rank: int, cells: Cells, world_size: int, steps: int, device: str, folder: Path) -> None:
-    Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     # torch's own FSDP2 calls what torch 2.13 deprecates; the lines would stand across the table.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(1)
@@ -128,19 +120,15 @@ def _outcome(cell: Cell, steps: int, device: str, directory: Path) -> dict[str, 
     """The fields of an `Outcome`, as JSON has them."""
     start = time.perf_counter()
     summary = train(config_of(cell, steps, device, directory), announce=lambda line: None)
+    digest, critic = summary["parameter_digest"], summary.get("critic_digest")
     rows = [
         {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"}
         for row in read_metrics(directory / "metrics.jsonl")
     ]
     return {
-        "digest": _joined(summary["parameter_digest"], summary.get("critic_digest")),
+        "digest": sha256(f"{digest} {critic}".encode()).hexdigest() if critic else digest,
         "tokens": summary["consistency/tokens"],
         "mismatched_tokens": summary["consistency/mismatched_tokens"],
         "seconds": time.perf_counter() - start,
         "rows": rows,
     }
-
-
-def _joined(policy: str, critic: str | None) -> str:
-    """One digest of the digests that a run ended with."""
-    return policy if critic is None else sha256(f"{policy} {critic}".encode()).hexdigest()

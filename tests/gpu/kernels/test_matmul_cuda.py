@@ -6,17 +6,27 @@ import torch
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, POINTER, POINTER_FP32
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
+from tests.kernels.matmul.test_matmul import (
+    test_a_product_without_elements_is_empty_or_the_bias,  # noqa: F401
+    test_every_pair_of_dtypes_rounds_one_accumulator_once,  # noqa: F401
+    test_neighbours_of_any_value_do_not_matter,  # noqa: F401
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_certificates")]
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def device():
+    return DEVICE
 
 
 def operands(m, n, k, dtype=torch.bfloat16):
@@ -34,19 +44,14 @@ def schedules(dtype, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_pair_of_dtypes_rounds_one_accumulator_once(dtype, out_dtype):
-    """Few rows and many, by what is picked and by a schedule of each kind."""
+def test_every_schedule_rounds_one_accumulator_once(dtype, out_dtype):
+    """Few rows and many, by a schedule of each kind."""
     a, b, bias = operands(300, 392, 104, dtype)
-    transposed = b.t().contiguous()
-    choices = {s.kind: s for s in schedules(dtype, out_dtype)}.values()
-    wide, biased = matmul_nt(a, b), matmul_nt(a, b, bias=bias)
-    for rows in (1, 40, 300):
-        part, rounded = a[:rows], wide[:rows].to(out_dtype)
-        assert same_bytes(matmul_nt(part, b, out_dtype=out_dtype), rounded)
-        assert same_bytes(matmul_nn(part, transposed, out_dtype=out_dtype), rounded)
-        for schedule in choices:
-            found = matmul_fwd(part, b, bias, "nt", out_dtype, schedule)
-            assert same_bytes(found, biased[:rows].to(out_dtype)), schedule.name
+    wide = matmul_nt(a, b, bias=bias)
+    for schedule in {s.kind: s for s in schedules(dtype, out_dtype)}.values():
+        for rows in (1, 40, 300):
+            found = matmul_fwd(a[:rows], b, bias, "nt", out_dtype, schedule)
+            assert same_bytes(found, wide[:rows].to(out_dtype)), schedule.name
 
 
 def test_a_prefix_of_many_rows_keeps_its_bytes():
@@ -55,29 +60,6 @@ def test_a_prefix_of_many_rows_keeps_its_bytes():
         whole = matmul_nt(a, b, out_dtype=torch.bfloat16)
         for m in (1, 2, 3, 5, 8, 13, 31, 64, 100, 255, 256, 511, 1000, 2048, 4095, 8191):
             assert same_bytes(matmul_nt(a[:m], b, out_dtype=torch.bfloat16), whole[:m]), m
-
-
-def test_neighbours_of_any_value_do_not_matter():
-    a, b, _ = operands(100, 256, 512)
-    junk = torch.tensor([float("nan"), float("inf"), -1e30], device=DEVICE)[:, None]
-    junk = junk.expand(3, 512).to(a.dtype)
-    padded = matmul_nt(torch.cat([junk, a, junk]), b)
-    assert same_bytes(padded[3:-3], matmul_nt(a, b))
-
-
-@pytest.mark.parametrize("m, k, n", [(0, 5, 4), (3, 5, 0), (0, 5, 0)])
-def test_a_product_without_elements_is_empty(m, k, n):
-    a = torch.zeros(m, k, device=DEVICE)
-    assert matmul_nt(a, torch.zeros(n, k, device=DEVICE)).shape == (m, n)
-    assert matmul_nn(a, torch.zeros(k, n, device=DEVICE)).shape == (m, n)
-
-
-def test_a_product_over_nothing_is_zero_plus_the_bias():
-    a, b = torch.zeros(3, 0, device=DEVICE), torch.zeros(4, 0, device=DEVICE)
-    bias = torch.arange(4.0, device=DEVICE)
-    assert same_bytes(matmul_nt(a, b), torch.zeros(3, 4, device=DEVICE))
-    assert same_bytes(matmul_nt(a, b, bias=bias), bias.expand(3, 4))
-    assert same_bytes(matmul_nn(a, b.t()), torch.zeros(3, 4, device=DEVICE))
 
 
 @pytest.mark.large
@@ -128,12 +110,6 @@ def test_overlapping_launches_wait_for_each_other(schedule):
         y.zero_()
         graph.replay()
         assert same_bytes(y, expected)
-
-
-def test_a_descriptor_schedule_refuses_what_it_cannot_describe():
-    a, b, _ = operands(8, 64, 99)
-    with pytest.raises(ValueError, match="16-byte rows; got strides .*Use a pointer schedule"):
-        matmul_fwd(a, b, None, "nt", torch.float32, CANDIDATES[0])
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -1,13 +1,12 @@
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
-from rl_consistency.kernels.rms_norm.schedules import block_width, pick_backward
+from rl_consistency.kernels.rms_norm.schedules import pick_backward
 from rl_consistency.parity.bytes import same_bytes
+from tests.kernels.rms_norm.test_rms_norm_triton import grouped_tree
 
 pytestmark = pytest.mark.gpu
 
@@ -38,9 +37,7 @@ def test_narrow_rows_give_the_bytes_of_the_other_kernel(shape, dtype):
 @pytest.mark.parametrize("shape", [(80, 4096), (80, 1000), (16, 128)])
 def test_the_row_sum_is_the_tree_of_the_order(shape):
     x, _, weight = operands(shape, torch.float32)
-    width = block_width(shape[-1])
-    groups = F.pad(x * x, (0, width - shape[-1])).unflatten(-1, (width // 8, 8))
-    mean = tree_sum(groups.transpose(-1, -2).flatten(-2)).cpu() / shape[-1]
+    mean = grouped_tree(x * x).cpu() / shape[-1]
     root = (mean + EPS).double().sqrt().float()
     assert same_bytes(rms_norm_fwd(x, None, weight, EPS)[2].cpu(), 1.0 / root)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,19 @@ from rl_consistency.kernels.sampling.op import (
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 from rl_consistency.rollout.device.sampler import sample
-from tests.kernels.sampling.references import by_selection, by_sort, by_torch, uniforms_of
+from tests.kernels.sampling.references import (
+    KINDS,
+    by_selection,
+    by_sort,
+    by_torch,
+    logits,
+    uniforms_of,
+)
 
 pytestmark = pytest.mark.gpu
 
 QWEN = 151936
+logits = partial(logits, device="cuda")
 SETTINGS = {
     "temperature": (1.0, 1.0, 0.7, 1.3, 0.0, 100.0, 1e-4),
     "top_k": (0, 0, 1, 2, 20, 50, 1000, 5000, 10**6),
@@ -37,25 +46,8 @@ def random_rows(count, seed=0):
     return SamplingRows.concatenate(rows).to("cuda")
 
 
-def logits(kind, rows, vocabulary, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    values = torch.randn(rows, vocabulary, generator=generator, device="cuda")
-    if kind == "flat":
-        return values * 0.01
-    if kind == "peaked":
-        return values * 12.0
-    if kind == "ties":
-        return (values * 4).round() / 4
-    if kind == "zeros":
-        return values.round().clamp(-1, 1) * torch.where(values > 0.2, 0.5, -0.0)
-    if kind == "masked":
-        values[torch.rand(rows, vocabulary, generator=generator, device="cuda") < 0.6] = -torch.inf
-        values[:, vocabulary // 2] = 0.3
-    return values * 3.0
-
-
 @pytest.mark.parametrize("vocabulary", [1, 2, 127, 129, 5011, QWEN])
-@pytest.mark.parametrize("kind", ["plain", "flat", "peaked", "ties", "zeros", "masked"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_support_is_the_one_a_sort_gives(kind, vocabulary):
     values = logits(kind, 256, vocabulary)
     rows = random_rows(256, seed=vocabulary)

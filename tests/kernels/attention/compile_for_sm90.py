@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SharedRun
-from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
+from rl_consistency.kernels.attention.paged_cache_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.schedules import DECODE_LAST, Cut
 from rl_consistency.kernels.core.launch import Remembered
 

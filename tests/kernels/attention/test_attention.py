@@ -13,11 +13,12 @@ from rl_consistency.kernels.attention.op import (
 )
 from rl_consistency.verify.checks.attention import (
     attention_probe,
+    chunked,
+    decoded,
     packed_gradients,
     paged_alike,
     sequences_alike,
 )
-from rl_consistency.verify.checks.paged_calls import chunked, decoded
 from rl_consistency.verify.laws import judged
 from rl_consistency.verify.sweep import OpSetup
 from tests.comparison import assert_within, first_difference

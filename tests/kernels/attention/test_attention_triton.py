@@ -12,6 +12,7 @@ from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper.backward import statistics_of
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_reference
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.attention.schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -27,7 +28,7 @@ from rl_consistency.kernels.attention.schedules import (
 )
 from rl_consistency.kernels.attention.tiles_triton import dense
 from rl_consistency.kernels.reduction.sums import tree_sum
-from rl_consistency.verify.checks.paged_calls import chunked, paged_calls
+from rl_consistency.verify.checks.attention import chunked, paged_calls
 from tests.comparison import assert_within, first_difference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
@@ -106,7 +107,7 @@ def paged_rows(cut, programs, window=None):
             torch.cat([sequences[i][j][start:end] for i, start, end in call.spans])
             for j in range(3)
         )
-        call.paged.write(0, k, v)
+        write_cache(call.paged, 0, k, v)
         keys, values = (cache.view(-1, 2, 32) for cache in caches)
         sizes = [end - start for _, start, end in call.spans]
         found = attention_fwd(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.cache_write_triton import (
+from rl_consistency.kernels.attention.paged_cache_triton import (
     MAX_COLUMNS,
     cache_write,
     cache_write_fwd,

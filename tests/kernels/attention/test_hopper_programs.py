@@ -13,7 +13,7 @@ from rl_consistency.kernels.attention.hopper.backward import (
     chain_layout,
     empty_chains,
 )
-from rl_consistency.kernels.attention.hopper.forward import ROUND, Deal
+from rl_consistency.kernels.attention.hopper.forward import ROUND, blocks_read, dealt_tiles
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import chain_bytes
 
@@ -48,8 +48,7 @@ def cost(entry, lens, group, keys=128, window=None):
 @pytest.mark.parametrize(("lens", "heads", "kv_heads"), SHAPES)
 def test_programs_have_about_equally_much_to_do(lens, heads, kv_heads):
     group = heads // kv_heads
-    deal = Deal(packed(lens), group, kv_heads, 128, None, MULTIPROCESSORS)
-    entries = deal.on(CPU).tolist()
+    entries = dealt_tiles(packed(lens), CPU, group, kv_heads, 128, None, MULTIPROCESSORS).tolist()
     load = torch.zeros(MULTIPROCESSORS)
     for i, entry in enumerate(entries):
         load[i % MULTIPROCESSORS] += cost(entry, lens, group)
@@ -59,7 +58,7 @@ def test_programs_have_about_equally_much_to_do(lens, heads, kv_heads):
 @pytest.mark.parametrize("programs", [1, 2, 7, 132, 10_000])
 def test_every_tile_of_every_head_is_dealt_once_whatever_the_programs(programs):
     lens, group, kv_heads = [300, 0, 1, 129, 700, 128], 3, 2
-    entries = Deal(packed(lens), group, kv_heads, 128, None, programs).on(CPU)
+    entries = dealt_tiles(packed(lens), CPU, group, kv_heads, 128, None, programs)
     assert entries.dtype == torch.int32 and entries.is_contiguous()
     assert sorted(entries.tolist()) == [
         [i, row, head] for i, n in enumerate(lens) for row in range(0, n * group, 128)
@@ -69,7 +68,7 @@ def test_every_tile_of_every_head_is_dealt_once_whatever_the_programs(programs):
 
 def test_programs_that_run_at_one_time_have_tiles_of_few_heads():
     lens, kv_heads = [512] * 32, 8
-    entries = Deal(packed(lens), 7, kv_heads, 128, None, MULTIPROCESSORS).on(CPU)
+    entries = dealt_tiles(packed(lens), CPU, 7, kv_heads, 128, None, MULTIPROCESSORS)
     for begin in range(0, len(entries), MULTIPROCESSORS):
         heads = entries[begin : begin + MULTIPROCESSORS, 2].unique()
         assert len(heads) <= 2 and heads.max() - heads.min() <= 1
@@ -78,9 +77,8 @@ def test_programs_that_run_at_one_time_have_tiles_of_few_heads():
 @pytest.mark.parametrize(("keys", "window"), [(128, None), (64, None), (128, 200), (64, 1)])
 def test_blocks_are_those_that_the_rows_of_a_tile_see(keys, window):
     lens, group = [700, 129, 64], 6
-    deal = Deal(packed(lens), group, 1, keys, window, MULTIPROCESSORS)
-    tiles = deal.layout.tiles(CPU, group, 128)
-    blocks = deal._blocks(tiles).double() + ROUND
+    tiles = packed(lens).tiles(CPU, group, 128)
+    blocks = blocks_read(packed(lens), tiles, group, keys, window).double() + ROUND
     assert blocks.tolist() == [cost([*t, 0], lens, group, keys, window) for t in tiles.tolist()]
 
 

@@ -17,6 +17,7 @@ from rl_consistency.kernels.attention.layout import (
     shared_arrays,
 )
 from rl_consistency.kernels.attention.op import _check
+from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.attention.schedules import (
     SHARED,
     SHARED_DEEP,
@@ -94,7 +95,7 @@ def test_paged_keys_stand_where_the_block_table_says():
 def test_new_keys_are_written_to_their_slots():
     call = paged()
     k = torch.arange(1.0, 5.0)[:, None, None].expand(4, 1, 16)
-    call.write(0, k, -k)
+    write_cache(call, 0, k, -k)
     keys = call.key_cache[0].view(16, 16)[:, 0]
     assert keys[[10, 11, 0, 15]].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert int((keys != 0).sum()) == 4
@@ -255,10 +256,10 @@ def test_a_captured_layout_holds_the_device_to_the_same_promises():
 
 
 def picked_shared(rows, runs, likely, most_blocks=320):
-    schedule, programs = pick_shared(
+    plan = pick_shared(
         rows, runs=runs, likely=likely, kv_heads=8, most_blocks=most_blocks, dim=128, places=132
     )
-    return schedule.rows, programs
+    return plan.schedule.rows, plan.programs
 
 
 def test_a_tile_holds_a_run():
@@ -270,8 +271,8 @@ def test_a_tile_holds_a_run():
 
 def test_high_tiles_with_a_multiprocessor_each_keep_more_in_flight():
     shape = {"runs": 64, "most_blocks": 17, "dim": 128, "places": 132}
-    assert pick_shared(48, likely=32, kv_heads=2, **shape) == (SHARED_DEEP, 1)
-    assert pick_shared(32, likely=32, kv_heads=8, **shape) == (SHARED_HIGH, 1)
+    assert pick_shared(48, likely=32, kv_heads=2, **shape).schedule == SHARED_DEEP
+    assert pick_shared(32, likely=32, kv_heads=8, **shape).schedule == SHARED_HIGH
 
 
 def test_programs_share_the_keys_of_few_runs_in_low_tiles():

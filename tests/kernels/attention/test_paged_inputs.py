@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.cache_write_triton import cache_write, cache_write_fwd
 from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.kernels.attention.paged_inputs_triton import (
+from rl_consistency.kernels.attention.paged_cache_triton import (
     HeadNorms,
+    cache_write,
+    cache_write_fwd,
     paged_inputs,
     paged_inputs_fwd,
 )

@@ -30,7 +30,6 @@ from rl_consistency.kernels.attention.schedules import (
     PREFILL_HOPPER,
     PREFILL_WIDE_DESCRIPTORS,
     Cut,
-    cut_for,
     decode_cut,
     key_block,
     padded,
@@ -237,16 +236,11 @@ FORMS = [(7, Cut(7, 7)), (7, Cut(0, 21)), (7, Cut(0, 17)), (7, Cut(0, 7)), (7, C
 FORMS += [(7, Cut(4, 13)), (7, Cut(6, 19)), (1, Cut(0, 5)), (330, Cut(264, 528)), (56, Cut(0, 132))]
 
 
-def chosen(tiles, blocks, plain=1, stored=1, dim=128, exact=True):
-    return cut_for(
-        tiles,
-        blocks,
-        4 * stored * (dim + 9),
-        multiprocessors=132,
-        resident=3 if dim == 64 else 2,
-        plain=plain,
-        exact=exact,
-    )
+def chosen(tiles, blocks, stored=1, dim=128, exact=True):
+    """The cut for sequences of so many key blocks."""
+    keys = blocks * key_block(dim)
+    layout = SimpleNamespace(exact=exact, longest_context=keys, mean_context=keys)
+    return decode_cut(layout, tiles, stored, dim, MULTIPROCESSORS, read_once=False)
 
 
 @pytest.mark.parametrize("tiles, cut", FORMS, ids=str)
@@ -288,41 +282,37 @@ def test_every_cut_of_the_rule_is_one():
     draw = random.Random(0)
     for _ in range(3000):
         tiles, blocks = int(2 ** draw.uniform(0, 14)), int(2 ** draw.uniform(0, 9))
-        plain = max(1, min(blocks, 132 // tiles))
         sizes = draw.choice([1, 4, 16]), draw.choice([64, 128, 256]), draw.random() < 0.5
-        cut = chosen(tiles, blocks, plain, *sizes)
+        cut = chosen(tiles, blocks, *sizes)
         cut.check(tiles)
-        divided = tiles - cut.whole
-        assert cut.programs - cut.whole <= max(divided * blocks, plain * divided)
+        assert cut.programs - cut.whole <= (tiles - cut.whole) * blocks
 
 
 @pytest.mark.parametrize(
-    "tiles, blocks, plain, stored, dim, cut",
+    "tiles, blocks, stored, dim, cut",
     [
-        (330, 149, 1, 1, 128, Cut(264, 528)),
-        (576, 6, 1, 2, 128, Cut(528, 792)),
-        (850, 10, 1, 1, 128, Cut(792, 1056)),
-        (920, 64, 1, 2, 64, Cut(792, 1188)),
-        (56, 140, 2, 1, 128, Cut(0, 528)),
-        (152, 47, 1, 2, 128, Cut(0, 528)),
-        (152, 43, 1, 2, 64, Cut(0, 792)),
-        (207, 32, 1, 1, 128, Cut(0, 528)),
-        (48, 24, 2, 8, 64, Cut(0, 396)),
-        (48, 24, 2, 8, 128, Cut(0, 264)),
-        (20, 225, 6, 8, 256, Cut(0, 264)),
-        (200, 12, 1, 8, 64, Cut(200, 200)),
-        (200, 12, 1, 8, 128, Cut(200, 200)),
-        (121, 8, 1, 8, 128, Cut(121, 121)),
+        (330, 149, 1, 128, Cut(264, 528)),
+        (576, 6, 2, 128, Cut(528, 792)),
+        (850, 10, 1, 128, Cut(792, 1056)),
+        (920, 64, 2, 64, Cut(792, 1188)),
+        (56, 140, 1, 128, Cut(0, 528)),
+        (152, 47, 2, 128, Cut(0, 528)),
+        (152, 43, 2, 64, Cut(0, 792)),
+        (207, 32, 1, 128, Cut(0, 528)),
+        (48, 24, 8, 64, Cut(0, 396)),
+        (48, 24, 8, 128, Cut(0, 264)),
+        (20, 225, 8, 256, Cut(0, 264)),
+        (200, 12, 8, 64, Cut(200, 200)),
+        (200, 12, 8, 128, Cut(200, 200)),
+        (121, 8, 8, 128, Cut(121, 121)),
     ],
 )
-def test_the_rule_takes_what_was_fastest_or_nearly_so_on_an_h100(
-    tiles, blocks, plain, stored, dim, cut
-):
+def test_the_rule_takes_what_was_fastest_or_nearly_so_on_an_h100(tiles, blocks, stored, dim, cut):
     """docs/log.md has the times."""
-    assert chosen(tiles, blocks, plain, stored, dim) == cut
+    assert chosen(tiles, blocks, stored, dim) == cut
 
 
 def test_tiles_whose_lengths_are_bounds_are_divided_only_where_the_device_would_be_idle():
     assert chosen(152, 256, exact=False) == Cut.even(152, 1)
-    assert chosen(56, 256, plain=2, exact=False) == Cut(0, 264)
+    assert chosen(56, 256, exact=False) == Cut(0, 264)
     assert chosen(330, 256, exact=False) == Cut(264, 528)

@@ -19,24 +19,24 @@ from tests.kernels.gradient_fold.uses import (
     TOKENS,
     backward,
     data,
+    gradient_of,
     hold_ends,
     loss,
     parameter,
     spans,
+    tied,
     use,
 )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_passes_continue_the_same_fold(reentrant):
-    whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
-    backward(whole, [GradientBuffer(whole)], ALL)
-    buffer = GradientBuffer(param)
+    param, (buffer,) = tied(1, torch.bfloat16)
     for span in spans([32, 48]):
         x = torch.zeros(1, requires_grad=True)
         redone = lambda x, span=span: loss(param, [buffer], span, x)  # noqa: E731
         checkpoint(redone, x, use_reentrant=reentrant).backward()
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, 1, torch.bfloat16))
 
 
 @pytest.mark.parametrize("others", [False, True])
@@ -125,8 +125,7 @@ def test_nothing_lets_a_failed_pass_go_on(uses, dtype, grad_dtype, between):
 )
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_an_error_in_a_hook_is_not_gone_on_from(dtype, grad_dtype, zero):
-    param = parameter(dtype, grad_dtype)
-    buffer = GradientBuffer(param)
+    param, (buffer,) = tied(1, dtype, grad_dtype)
     backward(param, [buffer], slice(0, 64))
     hook = param.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -137,14 +136,12 @@ def test_an_error_in_a_hook_is_not_gone_on_from(dtype, grad_dtype, zero):
             backward(param, [buffer], slice(64, TOKENS))
     zero(param)
     backward(param, [buffer], ALL)
-    backward(whole := parameter(dtype, grad_dtype), [GradientBuffer(whole)], ALL)
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, 1, dtype, grad_dtype))
 
 
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_an_error_before_autograd_takes_the_gradient_loses_none_of_it(dtype, grad_dtype):
-    param = parameter(dtype, grad_dtype)
-    buffer = GradientBuffer(param)
+    param, (buffer,) = tied(1, dtype, grad_dtype)
     backward(param, [buffer], slice(0, 64))
     before = param.grad
     accumulates = param.expand_as(param).grad_fn.next_functions[0][0]
@@ -160,8 +157,7 @@ def test_an_error_before_autograd_takes_the_gradient_loses_none_of_it(dtype, gra
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_after_an_error_behind_autograd_the_gradient_is_the_same_tensor(uses, dtype, grad_dtype):
-    param = parameter(dtype, grad_dtype)
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses, dtype, grad_dtype)
     backward(param, buffers, slice(0, 64))
     before = param.grad
     hook = param.register_post_accumulate_grad_hook(lambda p: 1 / 0)
@@ -202,21 +198,18 @@ def test_a_failed_pass_that_nobody_ends_loses_the_gradient_and_is_gone_on_from(m
     monkeypatch.setattr(
         gradient_buffer._Gradient, "abandon", lambda gradient, *_: gradient._forget()
     )
-    param, later = parameter(), parameter()
-    buffer = GradientBuffer(param)
+    param, (buffer,) = tied()
     backward(param, [buffer], slice(0, 64))
     hook = param.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         backward(param, [buffer], slice(64, TOKENS))
     hook.remove()
     backward(param, [buffer], slice(64, TOKENS))
-    backward(later, [GradientBuffer(later)], slice(64, TOKENS))
-    assert same_bytes(param.grad, later.grad)
+    assert same_bytes(param.grad, gradient_of(slice(64, TOKENS), 1))
 
 
 def test_new_gradients_after_a_failed_pass_are_added_to():
-    param, whole = parameter(), parameter()
-    buffer = GradientBuffer(param)
+    param, (buffer,) = tied()
     hook = param.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         backward(param, [buffer], ALL)
@@ -224,13 +217,11 @@ def test_new_gradients_after_a_failed_pass_are_added_to():
     param.grad = None
     (param * 0.0).sum().backward()
     backward(param, [buffer], ALL)
-    backward(whole, [GradientBuffer(whole)], ALL)
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of())
 
 
 def test_an_interrupt_at_the_end_of_a_pass_is_a_failed_pass(monkeypatch):
-    param = parameter(torch.bfloat16)
-    buffer = GradientBuffer(param)
+    param, (buffer,) = tied(1, torch.bfloat16)
 
     def interrupt(self):
         raise KeyboardInterrupt
@@ -277,7 +268,6 @@ def test_an_error_that_is_kept_does_not_keep_the_pass(monkeypatch):
             patched.setattr(gradient_buffer._Gradient, "publish", lambda self: 1 / 0)
             backward(param, [buffer], ALL)
 
-    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
     for fail in (refused, refused_before_it_folds, interrupted_at_its_end):
         hook = param.register_hook(lambda g: g * 0.5)
         try:
@@ -287,7 +277,7 @@ def test_an_error_that_is_kept_does_not_keep_the_pass(monkeypatch):
         hook.remove()
         param.grad = None
         backward(param, [buffer], ALL)
-        assert same_bytes(param.grad, whole.grad)
+        assert same_bytes(param.grad, gradient_of())
         param.grad = None
     assert len(errors) == 3 and all(error.__traceback__ for error in errors)
 
@@ -312,8 +302,7 @@ def test_what_a_failed_pass_held_is_freed_at_once(dtype, grad_dtype):
 
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_fold_that_fails_is_begun_anew_after_zero_grad_alone(uses):
-    param, whole = parameter(), parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses)
     backward(param, buffers, slice(0, 64))
 
     def refuse(accumulator, fresh):
@@ -326,5 +315,4 @@ def test_a_fold_that_fails_is_begun_anew_after_zero_grad_alone(uses):
         backward(param, buffers, slice(64, TOKENS))
     param.grad = None
     backward(param, buffers, ALL)
-    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, uses))

@@ -18,9 +18,11 @@ from tests.kernels.gradient_fold.uses import (
     TOKENS,
     backward,
     data,
+    gradient_of,
     loss,
     parameter,
     spans,
+    tied,
     use,
 )
 
@@ -91,12 +93,11 @@ def test_a_hook_that_keeps_the_gradient_does_not_stop_the_fold(uses):
 def test_a_hook_may_change_the_gradient_of_one_pass_but_not_of_several(
     uses, dtype, grad_dtype, in_place
 ):
-    whole, param = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
-    backward(whole, GradientBuffer.for_uses(whole, uses), slice(0, 64))
+    param = parameter(dtype, grad_dtype)
     param.register_hook(lambda g: g.mul_(0.5) if in_place else g * 0.5)
     buffers = GradientBuffer.for_uses(param, uses)
     backward(param, buffers, slice(0, 64))
-    assert same_bytes(param.grad, whole.grad * 0.5)
+    assert same_bytes(param.grad, gradient_of(slice(0, 64), uses, dtype, grad_dtype) * 0.5)
     with pytest.raises(ValueError, match=r"was changed.*hook"):
         backward(param, buffers, slice(64, TOKENS))
 
@@ -114,16 +115,15 @@ def test_the_fold_costs_autograd_no_copy(dtype):
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_autograd_grad_gives_the_gradient_and_leaves_the_parameters_alone(uses, dtype, grad_dtype):
-    param, other = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses, dtype, grad_dtype)
     backward(param, buffers, slice(0, 64))
     before = param.grad.clone()
     (found,) = torch.autograd.grad(loss(param, buffers, slice(64, TOKENS)), param)
-    backward(other, GradientBuffer.for_uses(other, uses), slice(64, TOKENS))
-    assert same_bytes(found, other.grad) and same_bytes(param.grad, before)
+    assert same_bytes(
+        found, gradient_of(slice(64, TOKENS), uses, dtype, grad_dtype)
+    ) and same_bytes(param.grad, before)
     backward(param, buffers, slice(64, TOKENS))
-    backward(whole := parameter(dtype, grad_dtype), GradientBuffer.for_uses(whole, uses), ALL)
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, uses, dtype, grad_dtype))
 
 
 def test_a_gradient_that_nobody_asks_for_is_not_folded():
@@ -193,8 +193,7 @@ def test_a_gradient_that_the_optimizer_drops_leaves_the_memory(uses, dtype, grad
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_copy_of_a_buffer_starts_afresh(uses, clone):
-    param = parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses)
     backward(param, buffers, ALL)
     copied, copies = clone((param, buffers))
     copied.grad = None
@@ -216,11 +215,10 @@ def test_without_a_buffer_autograd_receives_the_fold_in_the_gradients_dtype():
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_fold_that_overwrites_gets_memory_that_was_not_zeroed(uses, monkeypatch):
     dy, x = data(uses)
-    whole, param = parameter(), parameter()
-    backward(whole, GradientBuffer.for_uses(whole, uses), slice(0, 64))
+    param = parameter()
     filled = torch.zeros_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(*a, **k).fill_(float("nan")))
     for i, buffer in enumerate(GradientBuffer.for_uses(param, uses)):
         fold = lambda g, fresh, i=i: fold_outer(g, dy[i][:64], x[i][:64], fresh=fresh)  # noqa: E731
         use(param, buffer, fold, overwrites=True).backward()
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(slice(0, 64), uses))

@@ -16,9 +16,11 @@ from tests.kernels.gradient_fold.uses import (
     TOKENS,
     assert_near,
     backward,
+    gradient_of,
     loss,
     parameter,
     spans,
+    tied,
     use,
 )
 
@@ -27,14 +29,12 @@ from tests.kernels.gradient_fold.uses import (
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_zero_grad_starts_afresh_and_what_came_before_may_be_scaled(uses, set_to_none, scale):
-    param, fresh = parameter(), parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses)
     backward(param, buffers, slice(0, 64))
     param.grad.mul_(scale)
     torch.optim.SGD([param], lr=0.1).zero_grad(set_to_none=set_to_none)
     backward(param, buffers, slice(64, TOKENS))
-    backward(fresh, GradientBuffer.for_uses(fresh, uses), slice(64, TOKENS))
-    assert same_bytes(param.grad, fresh.grad)
+    assert same_bytes(param.grad, gradient_of(slice(64, TOKENS), uses))
 
 
 CHANGES = {
@@ -61,18 +61,17 @@ def reloaded(tensor):
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_the_fold_goes_on_from_what_was_written_into_the_gradient(uses, dtype, grad_dtype, change):
-    param, later = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses, dtype, grad_dtype)
     backward(param, buffers, slice(0, 64))
     before = param.grad.clone()
     CHANGES[change](param)
     changed = param.grad.clone()
     backward(param, buffers, slice(64, TOKENS))
-    backward(later, GradientBuffer.for_uses(later, uses), slice(64, TOKENS))
+    later = gradient_of(slice(64, TOKENS), uses, dtype, grad_dtype)
     assert same_bytes(changed, before) == (change in ("a copy", "saved and loaded"))
     if change.startswith("zeroed"):
-        assert same_bytes(param.grad, later.grad)
-    assert_near(param.grad, changed + later.grad)
+        assert same_bytes(param.grad, later)
+    assert_near(param.grad, changed + later)
 
 
 @pytest.mark.parametrize("uses", [1, 2])
@@ -81,24 +80,22 @@ def test_without_a_look_at_the_gradient_what_was_written_into_it_is_not_seen(use
     monkeypatch.setattr(
         gradient_buffer._Gradient, "_resumed", lambda self, left, _: left.accumulators
     )
-    param, whole = parameter(torch.bfloat16), parameter(torch.bfloat16)
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses, torch.bfloat16)
     backward(param, buffers, slice(0, 64))
     param.grad.data.zero_()
     backward(param, buffers, slice(64, TOKENS))
-    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, uses, torch.bfloat16))
 
 
 def test_what_was_not_written_to_goes_on_with_all_its_digits():
-    whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
-    backward(whole, [GradientBuffer(whole)], ALL)
+    param = parameter(torch.bfloat16)
+    whole = gradient_of(ALL, 1, torch.bfloat16)
     buffer = GradientBuffer(param)
     backward(param, [buffer], slice(0, 64))
     param.grad.data[:12] = 0.0
     backward(param, [buffer], slice(64, TOKENS))
-    assert same_bytes(param.grad[12:], whole.grad[12:])
-    assert not same_bytes(param.grad[:12], whole.grad[:12])
+    assert same_bytes(param.grad[12:], whole[12:])
+    assert not same_bytes(param.grad[:12], whole[:12])
 
 
 @pytest.mark.parametrize("uses", [1, 2])
@@ -137,13 +134,12 @@ def test_a_gradient_that_a_pass_forgets_is_replaced_and_its_memory_not_filled(us
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_a_gradient_in_another_layout_is_continued(uses, dtype, grad_dtype):
-    whole, param = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
-    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    param = parameter(dtype, grad_dtype)
     param.grad = torch.zeros(40, 24, dtype=grad_dtype).t()
     buffers = GradientBuffer.for_uses(param, uses)
     for span in spans([32, 48]):
         backward(param, buffers, span)
-    assert same_bytes(param.grad.contiguous(), whole.grad)
+    assert same_bytes(param.grad.contiguous(), gradient_of(ALL, uses, dtype, grad_dtype))
 
 
 @pytest.mark.parametrize("uses", [1, 2, 3])
@@ -166,10 +162,9 @@ def test_a_gradient_that_is_the_folds_alone_loses_a_term_beside_them(monkeypatch
         return real(self)
 
     monkeypatch.setattr(gradient_buffer._Gradient, "publish", of_the_folds)
-    param, alone = parameter(), parameter()
-    backward(alone, GradientBuffer.for_uses(alone, 2), ALL)
+    param = parameter()
     (loss(param, GradientBuffer.for_uses(param, 2), ALL) + (param**2).sum()).backward()
-    assert same_bytes(param.grad, alone.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, 2))
 
 
 @pytest.mark.parametrize("uses", [1, 2])
@@ -204,8 +199,7 @@ def test_a_view_that_a_hook_puts_in_place_of_the_gradient_stays():
     backward(param, [buffer], slice(0, 64))
     param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", view.copy_(p.grad)))
     backward(param, [buffer], slice(64, TOKENS))
-    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
-    assert param.grad is view and same_bytes(view, whole.grad)
+    assert param.grad is view and same_bytes(view, gradient_of())
 
 
 @pytest.mark.parametrize(("uses", "later"), [(1, 2), (2, 1), (3, 2)])
@@ -213,9 +207,8 @@ def test_a_view_that_a_hook_puts_in_place_of_the_gradient_stays():
 def test_another_model_that_uses_the_weight_more_or_less_often_goes_on(
     uses, later, dtype, grad_dtype
 ):
-    param, alone = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
+    param = parameter(dtype, grad_dtype)
     backward(param, GradientBuffer.for_uses(param, uses), slice(0, 64))
     before = param.grad.clone()
     backward(param, GradientBuffer.for_uses(param, later), slice(64, TOKENS))
-    backward(alone, GradientBuffer.for_uses(alone, later), slice(64, TOKENS))
-    assert_near(param.grad, before + alone.grad)
+    assert_near(param.grad, before + gradient_of(slice(64, TOKENS), later, dtype, grad_dtype))

@@ -14,20 +14,28 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import (
     GradientBuffer,
 )
 from rl_consistency.parity.bytes import same_bytes
-from tests.kernels.gradient_fold.uses import ALL, TOKENS, backward, loss, parameter, spans, use
+from tests.kernels.gradient_fold.uses import (
+    ALL,
+    TOKENS,
+    backward,
+    gradient_of,
+    loss,
+    parameter,
+    spans,
+    tied,
+    use,
+)
 
 
 @pytest.mark.parametrize("uses", [1, 2])
 def test_several_forward_passes_in_one_backward_are_refused(uses):
-    param = parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
+    param, buffers = tied(uses)
     together = loss(param, buffers, slice(0, 64)) + loss(param, buffers, slice(64, TOKENS))
     with pytest.raises(ValueError, match="several forward passes.*Call backward.. for each"):
         together.backward()
     param.grad = None
     backward(param, buffers, ALL)
-    backward(whole := parameter(), GradientBuffer.for_uses(whole, uses), ALL)
-    assert same_bytes(param.grad, whole.grad)
+    assert same_bytes(param.grad, gradient_of(ALL, uses))
 
 
 @pytest.fixture
@@ -126,8 +134,7 @@ def test_forward_passes_of_two_sessions_do_not_go_backward_together():
 def test_where_a_restored_session_goes_on_gradients_depend_on_the_cut(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(BackwardPasses, "close", lambda self: None)
-    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
-    assert not same_bytes(of_two_sessions(), whole.grad)
+    assert not same_bytes(of_two_sessions(), gradient_of())
 
 
 def reentrant():

@@ -7,7 +7,7 @@ from torch import nn
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.gradient_fold import gradient_buffer
-from rl_consistency.kernels.gradient_fold.gradient_buffer import fold_parameter
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 
 TOKENS = 176
@@ -68,6 +68,19 @@ def loss(param, buffers, span, x=None):
 
 def backward(param, buffers, span):
     loss(param, buffers, span).backward()
+
+
+def tied(uses=1, *dtypes):
+    """A parameter and a buffer for each of its uses."""
+    param = parameter(*dtypes)
+    return param, GradientBuffer.for_uses(param, uses)
+
+
+def gradient_of(span=ALL, uses=1, *dtypes):
+    """The gradient of one pass over a span."""
+    param, buffers = tied(uses, *dtypes)
+    backward(param, buffers, span)
+    return param.grad
 
 
 def hold_ends(monkeypatch):

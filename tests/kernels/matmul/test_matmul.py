@@ -6,7 +6,6 @@ from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt, row_matmul, tile_matmul
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.laws import judged, rows_alike
-from tests.comparison import first_difference
 
 ROWS = 70
 
@@ -15,22 +14,23 @@ def operands(k, n, dtype=torch.float32):
     return probe((ROWS, k), dtype, seed=k), probe((k, n), dtype, seed=n, scale=k**-0.5)
 
 
+@pytest.fixture
+def device():
+    return "cpu"
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_pair_of_dtypes_rounds_one_accumulator_once(dtype, out_dtype):
-    a, b = operands(100, 48, dtype)
-    bias = probe((48,), dtype, seed=2)
-    wide = row_matmul(a, b)
-    found = {
-        "nn": matmul_nn(a, b, out_dtype=out_dtype),
-        "nt": matmul_nt(a, b.t().contiguous(), out_dtype=out_dtype),
-        "bias": matmul_nt(a, b.t(), bias=bias, out_dtype=out_dtype),
-        "row": matmul_nt(a[7:8], b.t(), bias=bias, out_dtype=out_dtype),
-    }
-    biased = (wide + bias.float()).to(out_dtype)
-    expected = {"nn": wide.to(out_dtype), "nt": wide.to(out_dtype)}
-    expected |= {"bias": biased, "row": biased[7:8]}
-    assert first_difference(found, expected) is None
+def test_every_pair_of_dtypes_rounds_one_accumulator_once(dtype, out_dtype, device):
+    a, b = (x.to(device) for x in operands(100, 48, dtype))
+    transposed, bias = b.t().contiguous(), probe((48,), dtype, seed=2).to(device)
+    wide, biased = matmul_nn(a, b), matmul_nt(a, transposed, bias=bias)
+    for rows in (1, 40, ROWS):
+        part, expected = a[:rows], wide[:rows].to(out_dtype)
+        assert same_bytes(matmul_nn(part, b, out_dtype=out_dtype), expected)
+        assert same_bytes(matmul_nt(part, transposed, out_dtype=out_dtype), expected)
+        found = matmul_nt(part, transposed, bias=bias, out_dtype=out_dtype)
+        assert same_bytes(found, biased[:rows].to(out_dtype))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -44,20 +44,20 @@ def test_rows_do_not_depend_on_the_batch_at_any_thread_count(threads):
         torch.set_num_threads(before)
 
 
-def test_neighbours_of_any_value_do_not_matter():
-    a, b = operands(100, 33)
-    junk = torch.tensor([float("nan"), float("inf"), -1e30])[:, None].expand(3, 100)
-    padded = row_matmul(torch.cat([junk, a, junk]), b)
-    assert same_bytes(padded[3:-3], row_matmul(a, b))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_of_any_value_do_not_matter(dtype, device):
+    a, b = (x.to(device) for x in operands(100, 33, dtype))
+    junk = a.new_tensor([float("nan"), float("inf"), -1e30])[:, None].expand(3, 100)
+    padded = matmul_nn(torch.cat([junk, a, junk]), b)
+    assert same_bytes(padded[3:-3], matmul_nn(a, b))
 
 
-@pytest.mark.parametrize("m, k, n", [(0, 5, 4), (3, 5, 0), (0, 5, 0)])
-def test_a_product_without_elements_is_empty(m, k, n):
-    assert row_matmul(torch.zeros(m, k), torch.zeros(k, n)).shape == (m, n)
-
-
-def test_a_product_over_nothing_is_zero():
-    assert same_bytes(row_matmul(torch.zeros(3, 0), torch.zeros(0, 4)), torch.zeros(3, 4))
+def test_a_product_without_elements_is_empty_or_the_bias(device):
+    for m, k, n in ((0, 5, 4), (3, 5, 0), (0, 5, 0), (3, 0, 4)):
+        a, b = torch.zeros(m, k, device=device), torch.zeros(n, k, device=device)
+        bias = torch.arange(float(n), device=device)
+        assert same_bytes(matmul_nn(a, b.t()), torch.zeros(m, n, device=device))
+        assert same_bytes(matmul_nt(a, b, bias=bias), bias.expand(m, n))
 
 
 @pytest.mark.parametrize("tile", [16, 64])

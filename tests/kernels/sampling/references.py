@@ -28,6 +28,24 @@ def pinned_exp(x):
     return y
 
 
+KINDS = ("plain", "flat", "peaked", "ties", "zeros", "masked")
+
+
+def logits(kind, rows, vocabulary, seed=0, device="cpu"):
+    """[rows, vocabulary] of a kind; "zeros" have both signs, and one value on either side."""
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(rows, vocabulary, generator=generator, device=device)
+    if kind == "masked":
+        out = torch.rand(rows, vocabulary, generator=generator, device=device) < 0.6
+        values[out] = -torch.inf
+        values[:, vocabulary // 2] = 0.3
+    elif kind == "ties":
+        return (values * 2).round() / 2
+    elif kind == "zeros":
+        return values.round().clamp(-1, 1) * torch.where(values > 0.2, 0.5, -0.0)
+    return values * {"flat": 0.01, "peaked": 12.0, "masked": 1.0}.get(kind, 3.0)
+
+
 def by_sort(values, rows):
     """[T, V] bool by a sort, with the min_p of CUDA."""
     nothing = torch.zeros_like(rows.min_p)

@@ -16,7 +16,7 @@ from rl_consistency.kernels.sampling.op import (
 )
 from rl_consistency.kernels.sampling.statistics_triton import order_key
 from rl_consistency.kernels.sampling.support_triton import share
-from tests.kernels.sampling.references import by_selection, by_sort
+from tests.kernels.sampling.references import KINDS, by_selection, by_sort, logits
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),
@@ -42,29 +42,13 @@ def mixed_rows(count=8):
     return SamplingRows.concatenate([SamplingRows.uniform(1, **s) for s in settings])
 
 
-def logits(kind, rows, vocabulary, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, vocabulary, generator=generator)
-    if kind == "flat":
-        return values * 0.01
-    if kind == "peaked":
-        return values * 12.0
-    if kind == "ties":
-        return (values * 2).round() / 2
-    if kind == "zeros":  # of both signs, and one value on either side
-        return values.round().clamp(-1, 1) * torch.where(values > 0.2, 0.5, -0.0)
-    if kind == "masked":
-        values[torch.rand(rows, vocabulary, generator=generator) < 0.6] = -torch.inf
-        values[:, vocabulary // 2] = 0.3
-    return values * 3.0
-
-
-def agrees(kind, vocabulary=300, count=8):
-    values, rows = logits(kind, count, vocabulary), mixed_rows(count)
+def agrees(kind, vocabulary=300, rows=None):
+    rows = rows or mixed_rows()
+    values = logits(kind, len(rows.top_k), vocabulary)
     return torch.equal(by_selection(values, rows), by_sort(values, rows))
 
 
-@pytest.mark.parametrize("kind", ["plain", "flat", "peaked", "ties", "zeros", "masked"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_support_is_the_one_a_sort_gives(kind):
     assert agrees(kind)
 
@@ -75,8 +59,7 @@ def test_a_vocabulary_of_several_tiles_and_splits():
 
 def test_more_blocks_than_a_tile_has_ids(monkeypatch):
     monkeypatch.setattr(sampling_support_triton, "TILE", 128)
-    values, rows = logits("plain", 1, 128 * 130), SamplingRows.uniform(1, top_k=5, min_p=0.01)
-    assert torch.equal(by_selection(values, rows), by_sort(values, rows))
+    assert agrees("plain", 128 * 130, SamplingRows.uniform(1, top_k=5, min_p=0.01))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 9, 10])
@@ -155,7 +138,7 @@ def test_equal_logits_in_the_other_order_fail_the_same_check(monkeypatch):
         return ranked, values.shape[1] - 1 - order
 
     monkeypatch.setattr(torch, "sort", mutant)
-    assert not agrees("ties", count=1)
+    assert not agrees("ties", rows=mixed_rows(1))
 
 
 @triton.jit

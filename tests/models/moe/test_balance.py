@@ -78,18 +78,12 @@ def balances(model, groups, layout="packed"):
     found = []
     for group in groups:
         inputs, mask = lay_out([SEQUENCES[i] for i in group], layout)
-        scored = token_logprobs(
-            model,
-            inputs,
-            attention_mask=mask,
-            prompt_lengths=[PROMPTS[i] for i in group],
-            balance=True,
-        )
+        options = {"attention_mask": mask, "prompt_lengths": [PROMPTS[i] for i in group]}
+        scored = token_logprobs(model, inputs, balance=True, **options)
         (scored.balance * 0.01).sum().backward()
         found.append(scored.balance.detach())
-    return {"": torch.cat(found)} | {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    trained = ((name, p) for name, p in model.named_parameters() if p.grad is not None)
+    return {"": torch.cat(found)} | {name: p.grad.clone() for name, p in trained}
 
 
 CUTS = ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]])

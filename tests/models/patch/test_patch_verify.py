@@ -5,10 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_consistency.models import modules
 from rl_consistency.models.families import UnsupportedModelError
@@ -19,31 +16,22 @@ from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.verify.presets import PRESETS, build_preset
 from tests.models.patch.tiny_models import tiny
 
-
-def dropout(model):
-    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=61)
 
 
 @pytest.mark.parametrize(
-    "model, message",
+    "made, message",
     [
-        (
-            lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=61)),
-            "gpt2",
-        ),
-        (
-            lambda: tiny(
-                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-            ),
-            "rope_type 'dynamic'",
-        ),
+        (lambda: GPT2LMHeadModel(GPT2), "gpt2"),
+        (lambda: tiny(rope_parameters=DYNAMIC), "rope_type 'dynamic'"),
         (lambda: nn.Linear(3, 3), "Linear is not a Hugging Face model"),
         (lambda: nn.Sequential(tiny()), "Sequential is not a Hugging Face model"),
     ],
     ids=["gpt2", "dynamic", "linear", "wrapper"],
 )
-def test_an_uncovered_model_is_refused_untouched(model, message):
-    model = model()
+def test_an_uncovered_model_is_refused_untouched(made, message):
+    model = made()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(UnsupportedModelError, match=message):
         patch(model)
@@ -60,56 +48,25 @@ def test_verify_names_a_class_that_was_swapped_back():
             patched_session(model)
 
 
-class Projection(nn.Module):
-    """In place of a module that the patch knows, under its name."""
-
-    def __init__(self, kept):
-        super().__init__()
-        self.kept = kept
-
-
-def shadow(model):
-    mlp = model.model.layers[1].mlp
-    mlp.__dict__["up_proj"] = nn.Linear(mlp.up_proj.in_features, mlp.up_proj.out_features)
-
-
-def shadow_by_class(model):
+def shadowed_by_its_class(model):
     attention = model.model.layers[0].self_attn
     attention.__class__ = type("Other", (type(attention),), {"o_proj": nn.Linear(2, 2)})
 
 
-def replace(model):
+def exchanged_for_a_copy(model):
     mlp = model.model.layers[1].mlp
     mlp.up_proj = copy.deepcopy(mlp.up_proj)
-
-
-def wrap(model):
-    model.model.layers[0] = Projection(model.model.layers[0])
-
-
-def rename(model):
-    attention = model.model.layers[0].self_attn
-    attention._modules["query"] = attention._modules.pop("q_proj")
-
-
-def vanish(model):
-    del model.model.norm
 
 
 @pytest.mark.parametrize(
     "change, name",
     [
-        (shadow, "model.layers.1.mlp.up_proj"),
-        (shadow_by_class, "model.layers.0.self_attn"),
-        (replace, "model.layers.1.mlp.up_proj"),
-        (wrap, "model.layers.0"),
-        (rename, "model.layers.0.self_attn.q_proj"),
-        (vanish, "model.norm"),
+        (shadowed_by_its_class, "model.layers.0.self_attn"),
+        (exchanged_for_a_copy, "model.layers.1.mlp.up_proj"),
     ],
 )
 def test_a_module_that_forward_would_not_find_undoes_the_patch(change, name):
-    model = build_preset("tiny-llama")
-    session = patch(model)
+    session = patch(model := build_preset("tiny-llama"))
     assert session.live
     change(model)
     assert not session.live

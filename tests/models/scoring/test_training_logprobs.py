@@ -27,12 +27,7 @@ class Sampling:
     min_p: float = 0.0
 
 
-SETTINGS = [
-    Sampling(),
-    Sampling(temperature=0.7, top_p=0.95),
-    Sampling(top_k=20),
-    Sampling(min_p=0.01),
-]
+SETTINGS = [Sampling(), Sampling(0.7, top_p=0.95), Sampling(top_k=20), Sampling(min_p=0.01)]
 
 
 def sequences(model):
@@ -101,25 +96,26 @@ def test_a_sequence_that_is_all_prompt_scores_nothing(model):
     assert len(scored.split()[0]) == 0
 
 
-def test_bad_calls_are_refused(model):
-    tokens = sequences(model)
-    with pytest.raises(ValueError, match="exactly one of prompt_lengths and loss_mask"):
-        token_logprobs(model, tokens)
-    with pytest.raises(ValueError, match="exactly one of prompt_lengths and loss_mask"):
-        token_logprobs(model, tokens, prompt_lengths=PROMPTS, loss_mask=[[False]])
-    with pytest.raises(ValueError, match="3 prompt_lengths for 4 sequences"):
-        token_logprobs(model, tokens, prompt_lengths=[1, 1, 1])
-    for bad in (0, 10):
-        with pytest.raises(ValueError, match=rf"prompt_lengths\[0\] is {bad}.*1 to 9"):
-            token_logprobs(model, tokens, prompt_lengths=[bad, 1, 1, 1])
-    with pytest.raises(ValueError, match="no token is scored"):
-        token_logprobs(model, tokens, prompt_lengths=list(LENGTHS))
-    with pytest.raises(ValueError, match="2 sampling parameters for 4 sequences"):
-        token_logprobs(model, tokens, prompt_lengths=PROMPTS, sampling=SETTINGS[:2])
-    with pytest.raises(ValueError, match="attention_mask goes with a padded tensor"):
-        token_logprobs(model, tokens, prompt_lengths=PROMPTS, attention_mask=torch.ones(4, 47))
-    with pytest.raises(ValueError, match="cannot pack .*none may be empty"):
-        token_logprobs(model, [[1, 2], []], prompt_lengths=[1, 1])
+BAD_CALLS = [
+    ({"prompt_lengths": None}, "exactly one of prompt_lengths and loss_mask"),
+    ({"loss_mask": [[False]]}, "exactly one of prompt_lengths and loss_mask"),
+    ({"prompt_lengths": [1, 1, 1]}, "3 prompt_lengths for 4 sequences"),
+    ({"prompt_lengths": [0, 1, 1, 1]}, r"prompt_lengths\[0\] is 0.*1 to 9"),
+    ({"prompt_lengths": [10, 1, 1, 1]}, r"prompt_lengths\[0\] is 10.*1 to 9"),
+    ({"prompt_lengths": [1.5, 1, 1, 1]}, r"prompt_lengths\[0\] is 1.5; give integers"),
+    ({"prompt_lengths": list(LENGTHS)}, "no token is scored"),
+    ({"sampling": SETTINGS[:2]}, "2 sampling parameters for 4 sequences"),
+    ({"sampling": [None] * 4}, "sampling: NoneType; give SamplingParams for each"),
+    ({"attention_mask": torch.ones(4, 47)}, "attention_mask goes with a padded tensor"),
+    ({"sequences": [[1, 2], []]}, "cannot pack .*none may be empty"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD_CALLS)
+def test_bad_calls_are_refused(model, options, message):
+    given = {"sequences": sequences(model), "prompt_lengths": PROMPTS, **options}
+    with pytest.raises((ValueError, TypeError), match=message):
+        token_logprobs(model, **given)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +146,6 @@ def test_weights_and_labels_are_no_loss_mask(model, entry):
         mask = padded if options else rows
         with pytest.raises(ValueError, match=r"loss_mask 1 has the entry .* no mask"):
             token_logprobs(model, tokens, loss_mask=mask, **options)
-
-
-def test_a_prompt_length_that_is_no_integer_is_refused(model):
-    with pytest.raises(TypeError, match=r"prompt_lengths\[0\] is 1.5; give integers"):
-        token_logprobs(model, [[1, 2]], prompt_lengths=[1.5])
-
-
-def test_sampling_that_is_none_for_each_is_refused(model):
-    with pytest.raises(TypeError, match="sampling: NoneType; give SamplingParams for each"):
-        token_logprobs(model, [[1, 2], [3, 4]], prompt_lengths=[1, 1], sampling=[None, None])
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (6, 1), (1, 6), (6,), (2, 3, 1)])

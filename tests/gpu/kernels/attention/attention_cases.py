@@ -6,7 +6,6 @@ from functools import cache
 import torch
 
 from rl_consistency.cases.probe import probe
-from rl_consistency.kernels.attention.cache_write_triton import zero_cache
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import (
     PackedSequences,
@@ -16,6 +15,7 @@ from rl_consistency.kernels.attention.op import (
     attention_paged,
     attention_varlen,
 )
+from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.checks.attention import SCORE_SCALE

@@ -36,48 +36,46 @@ def index():
     return ids.cuda()
 
 
-@pytest.mark.parametrize("name", ["columns", "heads", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_additions_have_the_bytes_of_the_cpu(name, dtype):
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 32, 64])
+def test_columns_have_the_bytes_of_the_cpu(heads, dtype):
     """Where an order consists of additions alone, the device makes no difference."""
-    rows = data((1000 * (3 if name == "heads" else 1), N), dtype)
-    if name == "rows":
-        ids = index()[:1000]
-        got, expected = data((VOCABULARY, N), torch.float32), probe((VOCABULARY, N))
-        fold_rows(got, ids, rows)
-        fold_rows(expected, ids.cpu(), rows.cpu())
-    else:
-        heads = 3 if name == "heads" else 1
-        got = torch.zeros(N, dtype=torch.float64, device="cuda")
-        expected = torch.zeros(N, dtype=torch.float64)
-        fold_columns(got, rows, rows_per_token=heads)
-        fold_columns(expected, rows.cpu(), rows_per_token=heads)
+    rows = data((1000 * heads, N), dtype)
+    got = torch.zeros(N, dtype=torch.float64, device="cuda")
+    expected = torch.zeros(N, dtype=torch.float64)
+    fold_columns(got, rows, rows_per_token=heads)
+    fold_columns(expected, rows.cpu(), rows_per_token=heads)
     assert same_bytes(got, expected)
 
 
-@pytest.mark.parametrize("rows_per_token", [1, 2, 5, 8, 32, 64])
-def test_any_number_of_heads_gives_the_halving_tree(rows_per_token):
-    rows = data((100 * rows_per_token, 128))
-    got = torch.zeros(128, dtype=torch.float64, device="cuda")
-    expected = torch.zeros(128, dtype=torch.float64)
-    fold_columns(got, rows, rows_per_token=rows_per_token)
-    fold_columns(expected, rows.cpu(), rows_per_token=rows_per_token)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_have_the_bytes_of_the_cpu(dtype):
+    ids, rows = index()[:1000], data((1000, N), dtype)
+    got, expected = data((VOCABULARY, N), torch.float32), probe((VOCABULARY, N))
+    fold_rows(got, ids, rows)
+    fold_rows(expected, ids.cpu(), rows.cpu())
     assert same_bytes(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("columns", [100, 1000])
 @pytest.mark.parametrize("steps", [1, 63, 64, 1025])
-def test_step_sums_are_folded_upward(steps, dtype):
-    sums = data((steps, 100), torch.float32)
-    got = torch.zeros(100, dtype=dtype, device="cuda")
-    expected = torch.zeros(100, dtype=dtype)
-    fold_step_sums(got, sums)
-    for row in sums.cpu():
-        expected += row
-    assert same_bytes(got, expected)
-    if dtype == torch.float64:
-        fold_step_sums(got.fill_(float("nan")), sums, fresh=True)
-        assert same_bytes(got, expected)
+def test_step_sums_are_folded_upward_in_any_batches(steps, columns):
+    sums = data((steps, columns), torch.float32)
+    for dtype in (torch.float64, torch.float32):
+        got, expected = torch.zeros(columns, dtype=dtype), torch.zeros(columns, dtype=dtype)
+        for row in sums.cpu():
+            expected += row
+        for batch in (16, 64, 128):
+            found = got.cuda()
+            launch_steps(found, sums, fresh=False, batch=batch)
+            assert same_bytes(found, expected)
+        fold_step_sums(found := got.cuda(), sums)
+        assert same_bytes(found, expected)
+        if dtype == torch.float64:
+            fold_step_sums(found.fill_(float("nan")), sums, fresh=True)
+            assert same_bytes(found, expected)
+            for narrow in DTYPES:
+                assert same_bytes(folded_step_sums(sums, narrow), expected.float().to(narrow))
 
 
 def test_repeated_ids_are_added_in_token_order():
@@ -92,20 +90,6 @@ def test_repeated_ids_are_added_in_token_order():
     reversed_ = torch.zeros_like(got)
     fold_rows(reversed_, ids.flip(0), rows.flip(0))
     assert not same_bytes(got, reversed_)
-
-
-@pytest.mark.parametrize("columns", [128, 1000])
-def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
-    sums = data((300, columns), torch.float32)
-    expected = torch.zeros(columns, dtype=torch.float64)
-    for step_sum in sums.cpu():
-        expected += step_sum
-    for batch in (16, 64, 128):
-        got = torch.zeros(columns, dtype=torch.float64, device="cuda")
-        launch_steps(got, sums, fresh=False, batch=batch)
-        assert same_bytes(got, expected)
-    for dtype in DTYPES:
-        assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
 
 
 def test_empty_calls_change_nothing():
