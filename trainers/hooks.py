@@ -165,10 +165,10 @@ class ConsistencyHook:
         if not report.passed:
             bundle, where = self.monitor.kept(
                 report,
-                rollout.sequences,
-                rollout.prompt_lengths,
-                rollout.logprobs,
-                logprobs,
+                sequences=rollout.sequences,
+                prompt_lengths=rollout.prompt_lengths,
+                rollout_logprobs=rollout.logprobs,
+                training_logprobs=logprobs,
                 sampling=rollout.sampling,
                 config={**self.config, "step": rollout.step},
             )

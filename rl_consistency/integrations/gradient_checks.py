@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from rl_consistency.models.packing import PaddedBatch
-from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, TokenLogprobs
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
@@ -67,21 +66,13 @@ class GradientChecks(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        policy: nn.Module,
-        sampling: Sampling | None,
-        *,
-        every: int,
-        seconds: float | None,
+        self, trainer: Any, policy: nn.Module, sampling: Any, *, every: int, seconds: float | None
     ) -> None:
         self._trainer, self._policy, self._sampling = trainer, policy, sampling
         self._every, self._seconds = every, seconds or 0.0
-        self._turn = deque(REGROUPINGS)
+        self._turn, self._longest = deque(REGROUPINGS), 0.0
         self._seen: list[_MicroBatch] = []
-        self._since_log: Counter[str] = Counter()
-        self._longest = 0.0
-        self._total: Counter[str] = Counter()
+        self._since_log, self._total = Counter[str](), Counter[str]()
         self.last: GradientReport | None = None
         """Report of this process's last check; None before the first."""
 

@@ -201,11 +201,13 @@ class RolloutDrift(TrainerCallback):
                 raise ValueError("the parameters are shards, and other processes take no part")
             _, where = self._monitor.kept(
                 report,
-                [each.row.tolist() for each in found],
-                [len(each.row) - len(each.drawn) for each in found],
-                [torch.from_numpy(each.drawn) for each in found],
+                sequences=[f.row.tolist() for f in found],
+                prompt_lengths=[len(f.row) - len(f.drawn) for f in found],
+                rollout_logprobs=[torch.from_numpy(f.drawn) for f in found],
                 # A token that is not trained on counts as found again.
-                [torch.from_numpy(np.where(f.wanted, f.trained, f.drawn)) for f in found],
+                training_logprobs=[
+                    torch.from_numpy(np.where(f.wanted, f.trained, f.drawn)) for f in found
+                ],
                 sampling=sampling,
                 config=config,
             )

@@ -119,21 +119,13 @@ class DriftMonitor:
         return figures, Seen(reports, counts, samples)
 
     def kept(
-        self,
-        report: DriftReport,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
-        rollout: Sequence[Tensor],
-        training: Sequence[Tensor],
-        *,
-        sampling: Sampling,
-        config: Mapping[str, Any],
+        self, report: DriftReport, *, sampling: Sampling, **batch: Any
     ) -> tuple[Path | None, str]:
         """Save the sequences that differ as a replay bundle, and localize the first bundle.
 
         Returns its path, and what the message of the mismatch says of it: where it is and, of the
-        first, where drift begins or why that is not known. Errors are those of
-        `save_replay_bundle`.
+        first, where drift begins or why that is not known. `batch`, with its config, and errors
+        are those of `save_replay_bundle`.
         """
         if not report.mismatched_tokens:
             return None, "Replay bundle: none, since no logprob differs. "
@@ -141,11 +133,7 @@ class DriftMonitor:
             return None, "Replay bundle: saved by rank 0. "
         bundle = save_replay_bundle(
             self.replay_dir,
-            sequences=sequences,
-            rollout_logprobs=rollout,
-            training_logprobs=training,
-            prompt_lengths=prompt_lengths,
-            config=config,
+            **batch,
             parameter_digest=parameter_digest(self.model),
             fingerprint=fingerprint(next(self.model.parameters()).device),
             decode=self.decode,

@@ -12,8 +12,8 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from rl_consistency.integrations import gradient_checks
+from rl_consistency.integrations.attach import LabelAnswer
 from rl_consistency.integrations.gradient_checks import GradientChecks
-from rl_consistency.integrations.label_answer import LabelAnswer
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
@@ -181,7 +181,7 @@ def test_equal_bytes_alone_pass_on_a_cotangent_of_zeros(monkeypatch, run):
 def test_a_step_without_a_micro_batch_or_a_cotangent_fails(attach, monkeypatch, make):
     trainer = make()
     attach(trainer, check_gradients_every=1)
-    trainer.model.answer._observers = []
+    trainer.model.answer.observers = []
     with pytest.raises(ConsistencyError, match="step 1, process 0: no micro-batch of the step"):
         trainer.train()
     monkeypatch.setattr(gradient_checks._MicroBatch, "keep", lambda *_: None)

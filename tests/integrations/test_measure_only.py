@@ -17,23 +17,35 @@ from tests.integrations.trainers import logged, sft
 KINDS = {"GRPO": {}, "RLOO": {"config": RLOOConfig, "trainer": RLOOTrainer, "beta": 0.0}}
 
 
+@pytest.fixture
+def watched(make, attach):
+    """A trainer that was measured, and its drift; the run is the one of a trainer left alone."""
+
+    def train(**options):
+        stock, trainer = make(**options), make(**options)
+        stock.train()
+        backend = dict(vars(trainer.vllm_generation)) if trainer.use_vllm else {}
+        with attach(trainer, measure_only=True) as attachment:
+            trainer.train()
+        drift = attachment.drift
+        assert not isinstance(trainer.model, CanonicalModule)
+        assert sum(logged(trainer, "consistency/mismatched_tokens")) == drift.mismatched_tokens
+        assert sum(logged(trainer, "consistency/tokens")) == drift.tokens
+        assert not logged(trainer, "consistency/uncompared_tokens")
+        assert logged(trainer, "loss") == logged(stock, "loss")
+        weights = (each.model.parameters() for each in (stock, trainer))
+        assert all(map(torch.equal, *weights))
+        assert not backend or vars(trainer.vllm_generation) == backend
+        return drift
+
+    return train
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_stock_tokens_differ_by_rounding_and_the_run_is_stock_s(kind, attach, make):
+def test_stock_tokens_differ_by_rounding_and_the_run_is_stock_s(kind, watched):
     """Negative control of every 0 elsewhere: the same trainer without the patch."""
-    stock = make(**kind)
-    stock.train()
-    watched = make(**kind)
-    attachment = attach(watched, measure_only=True)
-    watched.train()
-    assert not isinstance(watched.model, CanonicalModule)
-    drift = attachment.drift
+    drift = watched(**kind)
     assert drift.mismatched_tokens > drift.tokens / 10 and 0 < drift.max_abs_diff < 1e-4
-    assert sum(logged(watched, "consistency/mismatched_tokens")) == drift.mismatched_tokens
-    assert sum(logged(watched, "consistency/tokens")) == drift.tokens
-    assert not logged(watched, "consistency/uncompared_tokens")
-    assert logged(watched, "loss") == logged(stock, "loss")
-    weights = (trainer.model.parameters() for trainer in (stock, watched))
-    assert all(map(torch.equal, *weights))
 
 
 def test_arguments_that_the_patch_refuses_can_be_measured(run):
@@ -105,22 +117,11 @@ def vllm(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_the_drift_of_vllm_is_measured_and_the_run_is_stock_s(kind, attach, vllm, make):
+def test_the_drift_of_vllm_is_measured_and_the_run_is_stock_s(kind, watched, vllm):
     options = {"use_vllm": True, "temperature": 0.7, "gradient_accumulation_steps": 2}
-    stock = make(**kind, **options)
-    stock.train()
-    watched = make(**kind, **options)
-    backend = dict(vars(watched.vllm_generation))
-    with attach(watched, measure_only=True) as attachment:
-        watched.train()
-    drift = attachment.drift
+    drift = watched(**kind, **options)
     assert drift.mismatched_tokens > 0 and drift.max_abs_diff < 1e-4
-    assert sum(logged(watched, "consistency/tokens")) == drift.tokens == 2 * 2 * 4 * 6
-    assert not logged(watched, "consistency/uncompared_tokens")
-    assert logged(watched, "loss") == logged(stock, "loss")
-    weights = (trainer.model.parameters() for trainer in (stock, watched))
-    assert all(map(torch.equal, *weights))
-    assert vars(watched.vllm_generation) == backend
+    assert drift.tokens == 2 * 2 * 4 * 6
 
 
 @pytest.mark.parametrize("asked", [0, 3])

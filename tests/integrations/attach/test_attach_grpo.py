@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_consistency.integrations import attach as attaching
-from rl_consistency.integrations import label_answer, rollout_drift
+from rl_consistency.integrations import rollout_drift
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.scoring.token_logprobs import label_logprobs
@@ -132,7 +132,7 @@ def test_a_last_bit_of_one_token_is_counted(monkeypatch, run):
             )
         return scores
 
-    monkeypatch.setattr(label_answer, "label_logprobs", nudged)
+    monkeypatch.setattr(attaching, "label_logprobs", nudged)
     trainer, _ = run()
     assert logged(trainer, "consistency/mismatched_tokens") == [1, 1]
     assert logged(trainer, "consistency/ulp/max") == [1, 1]
