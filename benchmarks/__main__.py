@@ -1,8 +1,9 @@
 """`python -m benchmarks`: measures this clone.
 
 Prints a line a row and, last, JSON: the cases that failed, and of each suite the mean and the
-lowest of stock time / our time. `--json FILE` also gets the rows. Exit status: 0; 1 where a case
-raised, or where an error is above its limit; 2 on bad input, and where there is no GPU to measure.
+lowest of stock time / our time. `--json FILE` also gets the rows. With `--device cpu` all shapes
+are tiny: that tries a suite, and its times say nothing. Exit status: 0; 1 where a case raised, or
+where an error is above its limit; 2 on bad input.
 """
 
 from __future__ import annotations
@@ -11,25 +12,22 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
 
 from benchmarks.distributed import distributed_suites
-from benchmarks.ops.suites import op_suites, random_op_suites
-from benchmarks.rollout.suites import (
-    named_rollout_suites,
-    random_rollout_suites,
-    rollout_suites,
-)
-from benchmarks.rollout.vllm import MODELS, MODES, vllm_suites
-from benchmarks.suite import Suites, code_meta, measure, own_winners, run_meta, summary
+from benchmarks.ops.suites import op_suites
+from benchmarks.rollout.engines import MODES
+from benchmarks.rollout.suites import rollout_suites
+from benchmarks.suite import Choice, Suites, code_meta, measure, run_meta, summary
 from benchmarks.timing import Machine
-from benchmarks.train import named_training_suites, random_training_suites, training_suites
+from benchmarks.train import training_suites
 from benchmarks.trl import trl_suites
-from benchmarks.tune.shipped import tune_products, write_shipped
+from benchmarks.tune import tune_products, winners_of, write_shipped
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.verify.checks.accuracy import ERROR_GROWTH_LIMIT, accuracy_rows, long_fold_rows
@@ -41,14 +39,6 @@ SUITES = {
     "distributed": (distributed_suites, "sums, optimizer steps and GRPO steps on all GPUs here"),
     "trl": (trl_suites, "TRL's GRPO step as it comes, attached, and our own recipe's"),
 }
-RANDOM = {
-    "ops": random_op_suites,
-    "rollout": random_rollout_suites,
-    "train": random_training_suites,
-}
-"""Suites of `--random-shapes`, by seed."""
-NAMED = {"rollout": named_rollout_suites, "train": named_training_suites}
-"""Suites of `--model`, by the names of models."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,21 +64,21 @@ def parser() -> argparse.ArgumentParser:
     texts = {name: text for name, (_, text) in SUITES.items()} | {"accuracy": "errors against fp64"}
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("--device", default="cpu" if name == "accuracy" else "cuda")
         command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
         command.add_argument("--commit", help="the commit measured, where there is no git")
-        if name in SUITES:
+        if name != "accuracy":
             command.add_argument("--only", metavar="SUITE,...", help="only these suites")
-        if name in RANDOM:
+        if name in ("ops", "rollout", "train"):
             text = "instead, shapes that no table has seen, drawn by this seed"
             command.add_argument("--random-shapes", type=int, metavar="SEED", help=text)
-        if name in NAMED:
+        if name in ("rollout", "train"):
             text = "instead, of these models: presets, or sizes as benchmarks/models.py names them"
             command.add_argument("--model", metavar="NAME,...", help=text)
     rollout = commands.choices["rollout"]
     text = "instead, beside vLLM, which lies in this site-packages folder; with --model of these"
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
     rollout.add_argument("--against", metavar="MODE,...", help=f"of vLLM: {', '.join(MODES)}")
-    commands.choices["accuracy"].add_argument("--device", default="cpu")
     text = "products that have a faster schedule than what is shipped"
     tune = commands.add_parser("tune", help=text, description=text, allow_abbrev=False)
     tune.add_argument("op", choices=["matmul"])
@@ -97,17 +87,14 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _machine() -> Machine:
-    if not torch.cuda.is_available():
-        raise ValueError("the benches measure an NVIDIA GPU (sm_80 or later); none is here.")
-    return Machine(torch.device("cuda", torch.cuda.current_device()))
-
-
 def _measure(args: argparse.Namespace) -> int:
-    suites, machine = chosen_suites(args), _machine()
-    meta = run_meta(machine, args.command_line, args.commit)
-    with own_winners(machine.device):
-        rows = measure(suites, machine, meta, args.json)
+    device = chosen_device(args.device)
+    suites = chosen_suites(args, tiny=device.type == "cpu")
+    machine = Machine(device)
+    with winners_of(machine):
+        rows = measure(
+            suites, machine, run_meta(machine, args.command_line, args.commit), args.json
+        )
     found = {name: summary([row for row in rows if row["suite"] == name]) for name in suites}
     failed = [f"{row['suite']} {row['shape']}" for row in rows if "error" in row]
     figures = {name: figure for name, figure in found.items() if figure}
@@ -115,24 +102,27 @@ def _measure(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def chosen_suites(args: argparse.Namespace) -> Suites:
+def chosen_suites(args: argparse.Namespace, *, tiny: bool) -> Suites:
     """The suites to measure; ValueError where an option names an unknown one."""
-    seed, vllm = getattr(args, "random_shapes", None), getattr(args, "vllm", None)
-    models = _names(getattr(args, "model", None))
-    against = _names(getattr(args, "against", None))
-    if seed is not None and (models or vllm):
+    choice = Choice(
+        tiny=tiny,
+        seed=getattr(args, "random_shapes", None),
+        models=_names(getattr(args, "model", None)),
+        vllm=getattr(args, "vllm", None),
+        against=_names(getattr(args, "against", None)),
+    )
+    if choice.seed is not None and (choice.models or choice.vllm):
         raise ValueError("--random-shapes draws its models; give it or --model and --vllm.")
-    if against and vllm is None:
+    if choice.seed is not None and tiny:
+        raise ValueError("--random-shapes draws shapes of a GPU's size; leave --device cpu out.")
+    if choice.against and choice.vllm is None:
         raise ValueError("--against goes with --vllm FOLDER.")
-    suites: Mapping[str, Sequence]
-    if vllm is not None:
-        suites = vllm_suites(vllm, models or MODELS, against or tuple(MODES))
-    elif seed is not None:
-        suites = RANDOM[args.what](seed)
-    elif models:
-        suites = NAMED[args.what](models)
-    else:
-        suites = SUITES[args.what][0]()
+    suites = SUITES[args.what][0](choice)
+    if (seed := choice.seed) is not None:
+        suites = {
+            f"{name}_random": [replace(case, shape={"seed": seed, **case.shape}) for case in found]
+            for name, found in suites.items()
+        }
     names = _names(args.only) or list(suites)
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"--only {','.join(unknown)}: `{args.what}` has {', '.join(suites)}.")
@@ -145,7 +135,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    winners = tune_products(_machine())
+    winners = tune_products(Machine(chosen_device("cuda")))
     for work, winner in winners.items():
         print(f"{work}: {winner.schedule}, {winner.us:.1f} us of {winner.default_us:.1f}")
     if args.write:

@@ -1,11 +1,11 @@
-"""The suites of `python -m benchmarks distributed`, on all GPUs of this machine: the ordered sum
-alone, optimizer steps, whole GRPO steps."""
+"""The suites of `python -m benchmarks distributed`, on all GPUs of this machine: optimizer
+steps, whole GRPO steps."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.make_random_model import main as make_random_model
 from benchmarks.recipe import phase_medians, recipe_steps
 from benchmarks.rollout.workload import Workload
-from benchmarks.suite import Suites, cases
-from benchmarks.timing import Machine, against_stock, held_by_graphs
+from benchmarks.suite import Choice, Suites, cases
+from benchmarks.timing import Machine, against_stock, peak_bytes
 from rl_consistency.distributed.gradient_parts import PartOrder
-from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
@@ -35,26 +33,29 @@ from rl_consistency.trainers.strategies.build import STRATEGIES
 from rl_consistency.trainers.strategies.strategy import Strategy
 from rl_consistency.verify.presets import build_preset
 
-ROUNDS, WARM_UP, BUCKET_BYTES = 9, 3, 256 << 20
+ROUNDS, WARM_UP = 9, 3
+"""Steps that count, and steps before them."""
 
 
-def distributed_suites() -> Suites:
-    """Sums alone, optimizer steps, whole GRPO steps."""
+def distributed_suites(choice: Choice) -> Suites:
+    """Optimizer steps of every strategy, whole GRPO steps."""
     ranks = {"ranks": max(torch.cuda.device_count(), 2)}
+    models, batch = ("qwen3-0.6b", "qwen3-1.7b"), {"sequences": 8, "length": 2048}
+    work, lengths = {"groups": 16, "group": 8}, (256, 1024)
+    if choice.tiny:
+        models, batch = ("tiny-qwen3",), {"sequences": 2, "length": 16}
+        work, lengths = {"groups": 1, "group": 2}, (4,)
     steps = [
-        {**ranks, "model": model, "strategy": strategy, "sequences": 8, "length": 2048}
-        for model in ("qwen3-0.6b", "qwen3-1.7b")
+        {**ranks, "model": model, "strategy": strategy, **batch}
+        for model in models
         for strategy in STRATEGIES
         if strategy != "zero1"  # not in bf16
     ]
-    work = {**ranks, "model": "qwen3-0.6b", "strategy": "replicated", "groups": 16, "group": 8}
+    grpo = {**ranks, "model": models[0], "strategy": "replicated", **work}
     return {
-        "distributed_sum": cases(
-            "ordered sum", sum_round, [{**ranks, "gigabytes": size} for size in (1, 2, 4, 8)]
-        ),
         "distributed_step": cases("optimizer step", optimizer_step, steps),
         "distributed_grpo": cases(
-            "GRPO step", grpo_scaling, [{**work, "new_tokens": tokens} for tokens in (256, 1024)]
+            "GRPO step", grpo_scaling, [{**grpo, "new_tokens": tokens} for tokens in lengths]
         ),
     }
 
@@ -90,62 +91,25 @@ def _enter(
 
 
 def by_turns(
-    world: World, ways: dict[str, Callable[[], None]], rounds: int
-) -> dict[str, dict[str, float]]:
-    """`seconds` and `bytes` of each way: the median time of its slowest rank, and what its fullest
-    rank allocates at the peak beyond what it held."""
+    world: World, ways: Mapping[str, Callable[[], object]]
+) -> dict[str, tuple[float, int]]:
+    """Seconds and bytes of each way: the median time of its slowest rank, and what its fullest rank
+    allocates at the peak beyond what it held."""
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
-    cuda = world.device.type == "cuda"
-    for turn in range(rounds + WARM_UP):
+    for _ in range(ROUNDS + WARM_UP):
         for name, run in ways.items():
             dist.barrier()
-            start, before = finished_seconds(world.device), 0
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(world.device)
-                before = torch.cuda.memory_allocated(world.device)
-            run()
-            seconds, peak = finished_seconds(world.device) - start, 0
-            if cuda:
-                peak = torch.cuda.max_memory_allocated(world.device) + held_by_graphs() - before
-            if turn >= WARM_UP:
-                found[name].append((seconds, peak))
-    medians = {
-        name: (median(seconds for seconds, _ in each), max(peak for _, peak in each))
-        for name, each in found.items()
-    }
-    ranks = world.gather("figures", medians)
-    return {
-        name: {"seconds": max(r[name][0] for r in ranks), "bytes": max(r[name][1] for r in ranks)}
-        for name in ways
-    }
-
-
-def sum_round(bench: Machine, ranks: int, gigabytes: int) -> dict[str, Any]:
-    """A round of the ordered sum, all-to-all and addition, for a gradient of this size, against
-    NCCL's fp32 reduce-scatter."""
-    found = on_ranks(bench, ranks, _sums, gigabytes << 30)
-    ours, stock = found["ours"]["seconds"], found["stock"]["seconds"]
-    return against_stock(ours, stock, "NCCL reduce-scatter, fp32")
-
-
-def _sums(world: World, size: int) -> dict[str, dict[str, float]]:
-    total = OrderedSum(world, PartOrder(world.size))
-    buckets, numel = size // BUCKET_BYTES, BUCKET_BYTES // 4
-    vectors = [torch.ones(numel, device=world.device) for _ in range(buckets)]
-    outs = [vector.new_empty(len(vector) // world.size) for vector in vectors]
-
-    def ours() -> None:
-        for _ in total.step():
-            for index, vector in enumerate(vectors):
-                total.add(str(index), vector)
-        for index in range(buckets):
-            total.take(str(index))
-
-    def stock() -> None:
-        for out, vector in zip(outs, vectors, strict=True):
-            dist.reduce_scatter_tensor(out, vector)
-
-    return by_turns(world, {"ours": ours, "stock": stock}, ROUNDS)
+            start = finished_seconds(world.device)
+            with peak_bytes(world.device) as peak:
+                run()
+                seconds = finished_seconds(world.device) - start
+            found[name].append((seconds, peak[0]))
+    own = {}
+    for name, each in found.items():
+        seconds, peaks = zip(*each[WARM_UP:], strict=True)
+        own[name] = median(seconds), max(peaks)
+    ranks = world.gather("figures", own)
+    return {n: (max(r[n][0] for r in ranks), max(r[n][1] for r in ranks)) for n in ways}
 
 
 def optimizer_step(
@@ -153,40 +117,33 @@ def optimizer_step(
 ) -> dict[str, Any]:
     """One part of the gradient a GPU (`sequences` of `length` tokens): forward, backward, sum and
     AdamW, against the same strategy's stock sum. Both have their own policy of the same weights."""
-    found = on_ranks(bench, ranks, _steps, model, strategy, sequences, length, ROUNDS)
-    ours, stock, carry = found["ours"], found["stock"], found["carry_bytes"]
-    name, tokens = f"{strategy} with NCCL's sums of fp32 gradients", ranks * sequences * length
-    times = ours["seconds"], stock["seconds"]
-    return against_stock(*times, name, tokens) | {
-        "peak_bytes": {"ours": ours["bytes"], "stock": stock["bytes"]},
-        "figures": {
-            "times_stock": times[0] / times[1],
-            "carry_bytes": carry,
-            "memory_times_stock": (ours["bytes"] - carry) / max(stock["bytes"], 1),
-        },
+    found = on_ranks(bench, ranks, _steps, model, strategy, [length] * sequences)
+    (ours, peak), (stock, other) = found["ours"], found["stock"]
+    name = f"{strategy} with NCCL's sums of fp32 gradients"
+    return against_stock(ours, stock, name, ranks * sequences * length) | {
+        "peak_bytes": {"ours": peak, "stock": other},
+        "figures": {"times_stock": ours / stock, "peak_times_stock": peak / max(other, 1)},
     }
 
 
 def _steps(
-    world: World, model: str, strategy: str, sequences: int, length: int, rounds: int
-) -> dict[str, Any]:
+    world: World, model: str, strategy: str, lens: list[int]
+) -> dict[str, tuple[float, int]]:
     with ExitStack() as stack:
-        runs: dict[str, Callable[[], None]] = {}
+        runs: dict[str, Callable[[], object]] = {}
         for name in ("ours", "stock"):
             policy: Any = build_preset(model, torch.bfloat16, device=world.device).train()
             stack.enter_context(patch(policy, grad_dtype=torch.float32))
             order = PartOrder(world.size)
             ranks = STRATEGIES[strategy](world, order, policy, ordered=name == "ours")
-            runs[name] = _step_of(ranks, policy.config.vocab_size, [length] * sequences)
-        found: dict[str, Any] = by_turns(world, runs, rounds)
-    return found | {"carry_bytes": 4 * sum(ranks.numels.values()) // world.size}
+            runs[name] = _step_of(ranks, policy.config.vocab_size, lens)
+        return by_turns(world, runs)
 
 
-def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], None]:
+def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], object]:
     """A step of random tokens, one part of the gradient for each rank."""
     world, section = ranks.world, OptimizerSection(learning_rate=1e-6)
-    accelerator = Accelerator(cpu=world.device.type == "cpu")
-    optimizer = PolicyOptimizer(ranks, section, accelerator, total_steps=100)
+    optimizer = PolicyOptimizer(ranks, section, total_steps=100)
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, vocabulary, (sum(lens),), generator=generator)
     batch, count = PackedBatch.from_tokens(ids.to(world.device), lens), world.size * len(lens)
@@ -195,10 +152,7 @@ def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], 
         scored = token_logprobs(ranks.model, batch, prompt_lengths=[1] * len(lens))
         ranks.backward(-scored.logprobs.mean() / world.size)
 
-    def run() -> None:
-        optimizer.step(ranks.accumulate(count, None, backward))
-
-    return run
+    return lambda: optimizer.step(ranks.accumulate(count, None, backward))
 
 
 def grpo_scaling(
@@ -207,17 +161,15 @@ def grpo_scaling(
     """Tokens a second of all GPUs together; `scaling` is over those of one. Each GPU has `groups`
     prompts with `group` completions. Where the time of a step goes is in the figures."""
     with TemporaryDirectory() as place:
-        make_random_model(["--preset", model, f"{place}/model"])
+        make_random_model(["--preset", model, "--device", bench.device.type, f"{place}/model"])
         work = (place, strategy, groups, group, new_tokens)
         found = {n: on_ranks(bench, n, _grpo_steps, *work) for n in (1, ranks)}
     rates = {n: n * groups * group * new_tokens / found[n]["step"] for n in found}
     figures: dict[str, Any] = {"scaling": rates[ranks] / rates[1]}
     for n, medians in found.items():
         figures |= {f"{name}_seconds on {n}": seconds for name, seconds in medians.items()}
-    return {
-        "figures": figures,
-        "tokens_per_second": {f"on {n}": rate for n, rate in rates.items()},
-    }
+    rates = {f"on {n}": rate for n, rate in rates.items()}
+    return {"figures": figures, "tokens_per_second": rates}
 
 
 def _grpo_steps(

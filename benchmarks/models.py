@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from rl_consistency.models.families import FAMILIES, SPARSE, check_config
 from rl_consistency.verify.presets import build_lifelike, known_presets, preset_config
@@ -21,15 +20,12 @@ from rl_consistency.verify.presets import build_lifelike, known_presets, preset_
 NAME = re.compile(r"([a-z0-9]+)-(\d+)x(\d+)-(\d+)/(\d+)x(\d+)-(\d+)-(\d+)(-tied)?")
 FIRST_LAYERS = re.compile(r"(.+)-(\d+)l")
 """`mixtral-8x7b-2l` is the first two layers of a preset."""
-MAX_POSITIONS = 32768
 DENSE = tuple(family for family in FAMILIES if family not in SPARSE)
 
-SPARSE_PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(
-    Path(__file__).with_name("sparse_models.json").read_text("utf-8")
-)
+SPARSE_PRESETS = json.loads(Path(__file__).with_name("sparse_models.json").read_text("utf-8"))
 """Mixtures of experts of the benches -> their whole published configuration."""
 
-SIZED: Mapping[str, str] = {
+SIZED = {
     "qwen2.5-7b": "qwen2-28x3584-28/4x128-18944-152064",
     "qwen3-4b": "qwen3-36x2560-32/8x128-9728-151936-tied",
     "llama3.1-8b": "llama-32x4096-32/8x128-14336-128256",
@@ -69,70 +65,53 @@ class ModelSizes:
         sizes = f"{self.layers}x{self.hidden}-{heads}-{self.intermediate}-{self.vocabulary}"
         return f"{self.family}-{sizes}{'-tied' if self.tied else ''}"
 
-    def config(self) -> PreTrainedConfig:
-        """Configuration of the model in transformers; ValueError on heads that it refuses."""
+    def options(self) -> dict[str, Any]:
+        """The model's configuration in transformers; ValueError on heads that it refuses."""
         if self.family != "qwen3" and self.hidden % self.heads:
             raise ValueError(
                 f"model {self.name!r}: transformers wants the hidden size of {self.family} to be a "
                 "multiple of the number of query heads; qwen3 is free in this."
             )
-        return AutoConfig.for_model(
-            self.family,
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=MAX_POSITIONS,
-            tie_word_embeddings=self.tied,
-            sliding_window=None,
-        )
+        return {
+            "model_type": self.family,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": self.tied,
+            "sliding_window": None,
+        }
 
 
 def model_config(name: str) -> Any:
     """The configuration of a model of the benches; ValueError on a name of neither kind, and on
     sizes that no canonical order covers."""
-    if sizes := ModelSizes.named(name):
-        check_config(config := sizes.config())
-        return config
     cut = FIRST_LAYERS.fullmatch(name)
     preset, layers = (cut[1], int(cut[2])) if cut else (name, None)
-    if sizes := ModelSizes.named(SIZED.get(preset, "")):
-        layers = sizes.layers if layers is None else layers
-        _require_layers(preset, layers, sizes.layers)
-        return replace(sizes, layers=layers).config()
-    if preset in SPARSE_PRESETS:
-        return _sparse_config(preset, layers)
     if preset in known_presets():
         return preset_config(preset, num_layers=layers)
-    raise ValueError(
-        f"no model {name!r}; give {', '.join(model_presets())}, one of these with -4l for its "
-        "first four layers, or sizes, such as qwen3-3x1088-20/4x80-3456-50304: family, layers x "
-        "hidden size, query heads / key heads x head size, intermediate size, vocabulary, perhaps "
-        f"-tied. Families: {', '.join(DENSE)}."
-    )
-
-
-def model_presets() -> tuple[str, ...]:
-    """The names of whole models: the presets of `verify`, and those that the benches add."""
-    return tuple(dict.fromkeys((*known_presets(), *SIZED, *SPARSE_PRESETS)))
-
-
-def _sparse_config(name: str, layers: int | None) -> PreTrainedConfig:
-    options = dict(SPARSE_PRESETS[name])
-    most = options["num_hidden_layers"]
+    if sizes := ModelSizes.named(SIZED.get(preset, name)):
+        options = sizes.options()
+    elif preset in SPARSE_PRESETS:
+        options = dict(SPARSE_PRESETS[preset])
+    else:
+        presets = ", ".join((*known_presets(), *SIZED, *SPARSE_PRESETS))
+        raise ValueError(
+            f"no model {name!r}; give {presets}, one of these with -4l for its first four layers, "
+            "or sizes, such as qwen3-3x1088-20/4x80-3456-50304: family, layers x hidden size, "
+            "query heads / key heads x head size, intermediate size, vocabulary, perhaps -tied. "
+            f"Families: {', '.join(DENSE)}."
+        )
     if layers is not None:
-        _require_layers(name, layers, most)
+        if not 1 <= layers <= (most := options["num_hidden_layers"]):
+            raise ValueError(f"model {preset!r} has {most} layers, not {layers}.")
         options["num_hidden_layers"] = layers
     check_config(config := AutoConfig.for_model(options.pop("model_type"), **options))
     return config
-
-
-def _require_layers(name: str, layers: int, most: int) -> None:
-    if not 1 <= layers <= most:
-        raise ValueError(f"model {name!r} has {most} layers, not {layers}.")
 
 
 def is_sparse(name: str) -> bool:

@@ -23,6 +23,12 @@ def peer(name: str) -> ModuleType | None:
     return import_module(name) if find_spec(name.split(".")[0]) else None
 
 
+def liger(name: str) -> Callable[..., Any] | None:
+    """The `apply` of one of Liger's autograd functions, such as `LigerRMSNormFunction`."""
+    module = peer("liger_kernel.ops")
+    return module and getattr(module, name).apply
+
+
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
     """Inside the block batch_invariant_ops has replaced torch's matmul, log_softmax and mean."""
@@ -34,12 +40,6 @@ def batch_invariant_mode() -> Iterator[None]:
         module.disable_batch_invariant_mode()
 
 
-def liger(name: str) -> Callable[..., Any] | None:
-    """The `apply` of one of Liger's autograd functions, such as `LigerRMSNormFunction`."""
-    module = peer("liger_kernel.ops")
-    return module and getattr(module, name).apply
-
-
 def patch_by_liger(model: Any) -> Callable[[], AbstractContextManager[None]] | None:
     """Patch a causal LM of Hugging Face; returns a context to run it in, or None without Liger, or
     where it has no such family. Raises what Liger raises where it does not know this model's parts.
@@ -47,13 +47,12 @@ def patch_by_liger(model: Any) -> Callable[[], AbstractContextManager[None]] | N
     Liger also replaces functions of the modelling file, for every model of the process. They are
     put back at once; the context brings them in again.
     """
-    if (liger_kernel := peer("liger_kernel.transformers")) is None:
+    module, causal_lm = peer("liger_kernel.transformers"), type(model)
+    apply = getattr(module, f"apply_liger_kernel_to_{model.config.model_type}", None)
+    if apply is None:
         return None
-    family, causal_lm = model.config.model_type, type(model)
     modeling = import_module(causal_lm.__module__)
     before, forward = dict(vars(modeling)), causal_lm.forward
-    if (apply := getattr(liger_kernel, f"apply_liger_kernel_to_{family}", None)) is None:
-        return None
     try:
         apply(model=model)
     finally:

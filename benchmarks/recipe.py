@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,15 +19,13 @@ from rl_consistency.trainers.run import train
 
 STEPS, WARM_UP = 5, 2
 """Steps of a run, and how many of them do not count: they capture graphs and compile kernels."""
-MICRO_BATCH = 16
 PHASES = ("step", "rollout", "training", "digest")
-LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def random_prompts(count: int, length: int) -> list[dict[str, str]]:
     """Texts of one token per character, so many tokens long."""
-    draw = random.Random(0)
-    return [{"prompt": "".join(draw.choices(LETTERS, k=length))} for _ in range(count)]
+    draw, letters = random.Random(0), "abcdefghijklmnopqrstuvwxyz "
+    return [{"prompt": "".join(draw.choices(letters, k=length))} for _ in range(count)]
 
 
 def variety(completions: list[str], **columns: Any) -> list[float | None]:
@@ -38,15 +35,13 @@ def variety(completions: list[str], **columns: Any) -> list[float | None]:
 
 
 def recipe_steps(
-    place: str, device: str, workload: Workload, *, micro_batch: int = MICRO_BATCH,
-    steps: int = STEPS, name: str = "run", **training: Any,
+    place: str, device: str, workload: Workload, *, micro_batch: int = 16, name: str = "run",
+    strategy: str = "replicated", gradient_leaves: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Metrics of the steps behind the warm-up, on `place`/model; of rank 0 alone, others get none.
-
-    `training` are more keys of that section, and `gradient_leaves`.
-    """
-    folder, leaves = Path(place), training.pop("gradient_leaves", 1)
-    rows = random_prompts(steps * workload.groups, workload.prompt_len)
+    """Metrics of the steps behind the warm-up, on `place`/model; of rank 0 alone, others get
+    none."""
+    folder = Path(place)
+    rows = random_prompts(STEPS * workload.groups, workload.prompt_len)
     data = folder / f"prompts{len(rows)}.jsonl"  # which every rank writes
     write_output(data, "\n".join(json.dumps(row | {"answer": "none"}) for row in rows))
     tree = {
@@ -65,8 +60,8 @@ def recipe_steps(
             "max_batch_tokens": 16384,
         },
         "optimizer": {"learning_rate": 1e-6},
-        "training": {"steps": steps, "micro_batch_size": micro_batch, **training},
-        "consistency": {"gradient_leaves": leaves, "on_drift": "record"},
+        "training": {"steps": STEPS, "micro_batch_size": micro_batch, "strategy": strategy},
+        "consistency": {"gradient_leaves": gradient_leaves, "on_drift": "record"},
         "tracking": {"console": False},
     }
     train(RunConfig.model_validate(tree), announce=lambda line: None)
@@ -76,7 +71,7 @@ def recipe_steps(
     return found[WARM_UP:]
 
 
-def phase_medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def phase_medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Median seconds of each phase that every step has."""
     names = {phase: f"time/{phase}_seconds" for phase in PHASES}
     return {

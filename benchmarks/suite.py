@@ -11,32 +11,24 @@ import math
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
-from unittest.mock import patch as attribute
 
 import torch
 import transformers
 import triton
-from torch import Tensor
 
 from benchmarks.peers import installed
 from benchmarks.timing import UNAVAILABLE, Machine
-from rl_consistency.cases.case import as_tuple
-from rl_consistency.kernels.core import findings
-from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 from rl_consistency.numerics.files import write_output
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = (*UNAVAILABLE, ArithmeticError, LookupError, OSError)
-LOST = ("illegal memory access", "device-side assert", "unspecified launch failure")
-"""Errors after which every further call on the device fails."""
 
 Row = dict[str, Any]
 """`suite`, `work`, `shape` and `dtype` of a case, and what its `run` gave, of which each may be
@@ -47,6 +39,21 @@ why it does not run here), or `error`."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the command line asks for in place of what a suite measures by itself."""
+
+    tiny: bool = False
+    """Tiny shapes, which run on a CPU."""
+    seed: int | None = None
+    """Draws shapes that no table has seen."""
+    models: Sequence[str] = ()
+    vllm: Path | None = None
+    """A site-packages folder with vLLM."""
+    against: Sequence[str] = ()
+    """Modes of vLLM."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One row to be measured."""
 
@@ -54,7 +61,6 @@ class Case:
     shape: Mapping[str, Any]
     run: Callable[[Machine], dict[str, Any]]
     """Makes the operands, measures, and gives the other fields of the row."""
-    dtype: str = "bfloat16"
 
 
 Suites = Mapping[str, Sequence[Case]]
@@ -67,62 +73,6 @@ def cases(
     return [Case(work=work, shape=size, run=partial(run, **size)) for size in sizes]
 
 
-def of_seed(seed: int, suites: Suites) -> Suites:
-    """Suites of shapes drawn by a seed: under names of their own, with the seed in each shape."""
-    return {
-        f"{name}_random": [replace(case, shape={"seed": seed, **case.shape}) for case in found]
-        for name, found in suites.items()
-    }
-
-
-def normal(bench: Machine, *shape: int) -> Tensor:
-    """Normal values in bf16 on the device under test."""
-    return torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
-
-
-def gradients(
-    forward: Callable[[], Any], leaves: Sequence[Tensor], dys: Sequence[Tensor]
-) -> Callable[[], object]:
-    """The gradients of the leaves, from one graph that the first call makes."""
-    made: list[tuple[Tensor, ...]] = []
-
-    def run() -> object:
-        if not made:
-            made.append(as_tuple(forward()))
-        return torch.autograd.grad(made[0], leaves, dys, retain_graph=True)
-
-    return run
-
-
-def stepped(
-    forward: Callable[[], Tensor], leaves: Sequence[Any], dy: Tensor | None = None
-) -> Callable[[], Sequence[Tensor]]:
-    """Forward, backward in this thread, gradients dropped: the result, and the gradient of the
-    first leaf."""
-
-    def run() -> Sequence[Tensor]:
-        y = forward()
-        with torch.autograd.set_multithreading_enabled(False):
-            y.backward(dy)
-        found = y.detach(), leaves[0].grad
-        for leaf in leaves:
-            leaf.grad = None
-        return found
-
-    return run
-
-
-@contextmanager
-def own_winners(device: torch.device) -> Iterator[Findings]:
-    """Inside the block the device has the winners of an empty store in memory, and those kept in
-    it; the user's come back behind it."""
-    store = Findings(None, {})
-    with attribute.dict(findings._by_device, {device: store}):
-        findings.forget_picks()
-        yield store
-    findings.forget_picks()
-
-
 def measure(
     suites: Suites, machine: Machine, meta: Mapping[str, Any], file: Path | None = None
 ) -> list[Row]:
@@ -130,8 +80,8 @@ def measure(
     rows: list[Row] = []
     for suite, suite_cases in suites.items():
         for case in suite_cases:
-            rows.append(measured(suite, case, machine))
-            print(line(rows[-1]), flush=True)
+            rows.append(_measured(suite, case, machine))
+            print(_line(rows[-1]), flush=True)
             if file is not None:
                 write_output(file, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         if figures := summary([row for row in rows if row["suite"] == suite]):
@@ -139,27 +89,23 @@ def measure(
     return rows
 
 
-def measured(suite: str, case: Case, machine: Machine) -> Row:
-    """One case's row; what the case raised is the row's error. OSError where the device is lost."""
-    row = {"suite": suite, "work": case.work, "shape": dict(case.shape), "dtype": case.dtype}
+def _measured(suite: str, case: Case, machine: Machine) -> Row:
+    """One case's row; what the case raised is the row's error."""
+    row = {"suite": suite, "work": case.work, "shape": dict(case.shape), "dtype": "bfloat16"}
     try:
         found = case.run(machine)
-        return row | {name: value for name, value in found.items() if value not in (None, {})}
     except ERRORS as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:500]
-        if any(text in str(error) for text in LOST):
-            raise OSError(f"the GPU no longer answers after {line(row)}") from error
-        return row
+        return row | {"error": f"{type(error).__name__}: {error}"[:500]}
+    return row | {name: value for name, value in found.items() if value not in (None, {})}
 
 
-def line(row: Row) -> str:
+def _line(row: Row) -> str:
     """A row in one line."""
     sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items())
     parts = [f"{row['suite']}: {row['work']} {sizes}"]
     parts += [f"{row['ours_us']:.1f} us"] if "ours_us" in row else []
     parts += [f"{row['ratio']:.3f} against {row['stock']}"] if "ratio" in row else []
-    if "ours_us" in row:
-        parts += [f"{us / row['ours_us']:.3f} {name}" for name, us in row.get("peers", {}).items()]
+    parts += [f"{us / row['ours_us']:.3f} {name}" for name, us in row.get("peers", {}).items()]
     parts += [f"{row['ceiling_fraction']:.2f} of the ceiling"] if "ceiling_fraction" in row else []
     parts += [f"{n} {v:.4g}" for n, v in row.get("figures", {}).items() if isinstance(v, float)]
     parts += [f"{name}: {why}" for name, why in row.get("unavailable", {}).items()]
@@ -176,14 +122,13 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 def run_meta(machine: Machine, command: str, commit: str | None = None) -> dict[str, Any]:
     """What a run is recorded with: device, clocks, versions, commit, kernels hash, command."""
-    clocks = "--query-gpu=clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
-    return {
-        "device": torch.cuda.get_device_name(machine.device),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(machine.device))),
-        "clocks": _output("nvidia-smi", clocks, "--format=csv,noheader").splitlines()[:1],
-        "ceilings": asdict(machine.ceilings),
-        **code_meta(command, commit),
-    }
+    found: dict[str, Any] = {"device": str(machine.device)}
+    if machine.cuda:
+        clocks = "--query-gpu=clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+        found["device"] = torch.cuda.get_device_name(machine.device)
+        found["clocks"] = _output("nvidia-smi", clocks, "--format=csv,noheader").splitlines()[:1]
+    ceilings = {"copy_bandwidth": machine.copy_bandwidth, "matmul_rate": machine.matmul_rate}
+    return {**found, "ceilings": ceilings, **code_meta(command, commit)}
 
 
 def code_meta(command: str, commit: str | None = None) -> dict[str, Any]:

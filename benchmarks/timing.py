@@ -1,25 +1,24 @@
-"""Timing on a CUDA device: contestants interleaved in one process, medians, cold cache.
+"""Timing of contestants side by side: interleaved in one process, medians, cold cache.
 
 A contestant's operands rotate (several copies, together larger than the cache) or the cache is
 overwritten before each call, because inside a model weights come from memory too. Short calls are
 timed as one CUDA graph over all copies. Longer calls are timed by events, and the device is held
 back until the host has queued the whole call. Stock and peers run under the library settings that
-this process started with, ours under `numeric_settings`.
+this process started with, ours under `numeric_settings`. On a CPU the host's clock times all calls:
+a bench is tried there, and its times say nothing.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch.profiler import ProfilerActivity
 from triton.errors import TritonError
 
 from rl_consistency.numerics.clock import finished_seconds
@@ -45,9 +44,6 @@ LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
 
 ROUNDS = {"seconds": 0.12, "least": 7, "most": 60}
 """All rounds of a case take about so many seconds, where `least` and `most` allow it."""
-
-IDLE_ROUNDS = 3
-"""Pairs of a timed and a traced call."""
 
 
 def reason(error: BaseException) -> str:
@@ -83,11 +79,6 @@ class Contestant:
     warmups: int = 1
     """Calls on the first copy, after one on each, before anything is timed."""
 
-    @classmethod
-    def of(cls, call: Call) -> Contestant:
-        """A contestant with one copy of its operands."""
-        return cls((call,))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
@@ -108,38 +99,31 @@ class Race:
     """Whether the peak memory of one call is measured."""
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What this device reaches today: bytes and operations per second."""
-
-    copy_bandwidth: float
-    matmul_rate: float
-
-    def seconds(self, race: Race) -> float:
-        """The least time the work can take: the slower of moving its bytes and computing."""
-        return max(race.moved_bytes / self.copy_bandwidth, race.operations / self.matmul_rate)
-
-
 class Machine(ColdDevice):
-    """The CUDA device under test."""
+    """The device under test, and what it reaches today: bytes and operations per second."""
 
     def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.ceilings = self._measure_ceilings()
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            super().__init__(device)
+        self.device = device
+        self.copy_bandwidth, self.matmul_rate = self._measure_ceilings()
+
+    def copies(self, operand_bytes: float) -> int:
+        return super().copies(operand_bytes) if self.cuda else 2
 
     def measure(self, race: Race) -> dict[str, Any]:
         """Time all contestants and give the fields of a row.
 
         A peer or a stock way that cannot run the shape is named in `unavailable`. An error of ours
-        passes through; RuntimeError where neither a stock way nor a peer runs, unless all of them
-        lack the memory that ours has enough of.
+        passes through.
         """
         timers: dict[str, Callable[[int], float]] = {}
         peaks: dict[str, int] = {}
         unavailable: dict[str, str] = {}
         for name, contestant in {"ours": race.ours, **race.stock, **race.peers}.items():
             settings = numeric_settings if name == "ours" else library_defaults
-            before = self._taken()
+            before = taken_bytes(self.device)
             try:
                 timers[name] = self._prepared(contestant, race.clock, settings)
                 if race.memory:
@@ -148,11 +132,8 @@ class Machine(ColdDevice):
                 if name == "ours":
                     raise
                 unavailable[name] = reason(error)
-        lacking = all("OutOfMemoryError" in why for why in unavailable.values())
-        if timers.keys() == {"ours"} and not lacking:
-            raise RuntimeError(f"no stock way runs this shape: {unavailable}")
-        medians = self._interleaved(timers)
-        ceiling = self.ceilings.seconds(race)
+        medians = self._medians(timers)
+        ceiling = max(race.moved_bytes / self.copy_bandwidth, race.operations / self.matmul_rate)
         return row_fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
 
     def _prepared(
@@ -160,15 +141,13 @@ class Machine(ColdDevice):
     ) -> Callable[[int], float]:
         """Warm up, and give the function that times round i in seconds."""
         calls, context, host = contestant.calls, contestant.context, 0.0
-        if clock == "graph":
-            with settings(), context():
-                return self.timers({"": calls})[""]
         with settings(), context():
+            if clock == "graph" and self.cuda:
+                return self.timers({"": calls})[""]
             for call in (*calls, *[calls[0]] * contestant.warmups):
                 started = finished_seconds(self.device)
                 call()
                 host = time.perf_counter() - started
-            torch.cuda.synchronize()
 
         def wall(i: int) -> float:
             with settings(), context():
@@ -181,84 +160,64 @@ class Machine(ColdDevice):
                 hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
                 return self.device_seconds(calls[i % len(calls)], hold)
 
-        return wall if clock == "wall" else events
+        return events if clock == "events" and self.cuda else wall
 
-    def _interleaved(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
+    def _medians(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
         samples = interleaved(timers, **ROUNDS)
-        self._trim()
+        if self.cuda and 2 * torch.cuda.memory_reserved() > torch.cuda.mem_get_info()[1]:
+            torch.cuda.empty_cache()
         return {name: median(values) for name, values in samples.items()}
-
-    def peak_bytes(self, contestant: Contestant) -> int:
-        """Bytes at the peak of one call of a contestant that is not ours, under the library's
-        settings."""
-        return self._peak(contestant, library_defaults, self._taken())
-
-    def idle_share(self, contestant: Contestant) -> float:
-        """The share of the time of a call of ours in which the device waits.
-
-        Calls are timed and traced in turn, since a device that gets warm gets slower: by medians,
-        the time of the former that the kernels of the latter leave."""
-        timer = self._prepared(contestant, "wall", numeric_settings)
-        pairs = [(timer(i), self._busy_seconds(contestant)) for i in range(IDLE_ROUNDS)]
-        wall, busy = (median(seconds) for seconds in zip(*pairs, strict=True))
-        return max(1 - busy / wall, 0.0)
-
-    def _busy_seconds(self, contestant: Contestant) -> float:
-        """Seconds of one call of ours in which the device works, those of overlapping kernels once.
-        The trace slows the host down, and not the kernels."""
-        with numeric_settings(), contestant.context():
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
-                contestant.calls[0]()
-                torch.cuda.synchronize()
-        spans = [
-            (event.time_range.start, event.time_range.end)
-            for event in trace.events() or ()
-            if event.device_type.name == "CUDA"
-        ]
-        return 1e-6 * covered(spans)
 
     def _peak(self, contestant: Contestant, settings: Context, before: int) -> int:
         """Bytes at the peak of a call beyond those before the contestant's first call, so that
         what it keeps from call to call counts."""
         gc.collect()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        with settings(), contestant.context():
+        with settings(), contestant.context(), peak_bytes(self.device, before) as peak:
             contestant.calls[0]()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(self.device) + held_by_graphs() - before
+        return peak[0]
 
-    def _taken(self) -> int:
-        """Bytes that are allocated, or that captured graphs keep."""
-        gc.collect()
-        torch.cuda.empty_cache()  # graphs that are gone leave their pool to the allocator
-        return torch.cuda.memory_allocated(self.device) + held_by_graphs()
-
-    def _trim(self) -> None:
-        if 2 * torch.cuda.memory_reserved(self.device) > torch.cuda.mem_get_info(self.device)[1]:
-            torch.cuda.empty_cache()
-
-    def _measure_ceilings(self) -> Ceilings:
-        """Copy bandwidth (read + write) over 1 GiB, and the rate of an 8192^3 bf16 product."""
-        source = torch.zeros(1 << 30, dtype=torch.int8, device=self.device)
+    def _measure_ceilings(self) -> tuple[float, float]:
+        """Copy bandwidth (read + write), and the rate of a square bf16 product."""
+        count, size = (1 << 30, 8192) if self.cuda else (1 << 20, 128)
+        source = torch.zeros(count, dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
-        size = 8192
         a, b = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         product = torch.empty_like(a)
         calls: dict[str, Call] = {
             "copy": lambda: target.copy_(source),
             "multiply": lambda: torch.mm(a, b.t(), out=product),
         }
-        timers = {n: self._prepared(Contestant.of(call), "events") for n, call in calls.items()}
-        seconds = self._interleaved(timers)
-        return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
+        timers = {name: self._prepared(Contestant([c]), "events") for name, c in calls.items()}
+        seconds = self._medians(timers)
+        return 2 * count / seconds["copy"], 2 * size**3 / seconds["multiply"]
 
 
-def held_by_graphs() -> int:
-    """Bytes in the pools of captured graphs that the allocator counts as free."""
-    if not torch.cuda.is_initialized():
+def taken_bytes(device: torch.device) -> int:
+    """Bytes that are allocated, or that captured graphs keep; 0 on a CPU."""
+    gc.collect()
+    if device.type != "cuda":
         return 0
+    torch.cuda.empty_cache()  # graphs that are gone leave their pool to the allocator
+    return torch.cuda.memory_allocated(device) + _held_by_graphs()
+
+
+@contextmanager
+def peak_bytes(device: torch.device, before: int | None = None) -> Iterator[list[int]]:
+    """The peak inside the block, once it has ended, beyond `before` or what it began with; those of
+    captured graphs count. 0 on a CPU."""
+    found = [0]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if before is None else before
+    yield found
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        found[0] = torch.cuda.max_memory_allocated(device) + _held_by_graphs() - (before or 0)
+
+
+def _held_by_graphs() -> int:
+    """Bytes in the pools of captured graphs that the allocator counts as free."""
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
@@ -266,32 +225,21 @@ def held_by_graphs() -> int:
     )
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans, each a start and an end."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
-    return total
-
-
 def row_fields(
     race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float
 ) -> dict[str, Any]:
     """Fields of a row from median seconds by contestant."""
     ours = seconds["ours"]
-    ran = race.stock.keys() & seconds.keys()
-    stock = min(ran, key=lambda name: (seconds[name], name)) if ran else None
+    stock = min(race.stock.keys() & seconds.keys(), key=lambda n: (seconds[n], n), default=None)
     others = race.peers.keys() | (race.stock.keys() if len(race.stock) > 1 else set())
+    rates = {name: race.tokens / s for name, s in seconds.items()} if race.tokens else {}
 
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
         return {("stock" if name == stock else name): value for name, value in values.items()}
 
-    rates = {name: race.tokens / s for name, s in seconds.items()} if race.tokens else {}
-    against = {} if stock is None else against_stock(ours, seconds[stock], stock)
     return (
         {"ours_us": ours * 1e6}
-        | against
+        | ({} if stock is None else against_stock(ours, seconds[stock], stock))
         | {
             "peers": {name: s * 1e6 for name, s in seconds.items() if name in others},
             "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,

@@ -6,6 +6,7 @@ From that step the memory is estimated that the whole recipe needs on one proces
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
+from rl_consistency.trainers.algorithms.grpo import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
 
 MOST_TOKENS = 16
@@ -51,50 +52,38 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
     """The recipe with one step, as few prompts as its other settings allow, short completions, and
     its files in `directory`."""
     most = min(config.sampling.max_tokens, MOST_TOKENS)
+    buffer = min(config.algorithm.overlong_buffer, most)
     changes: dict[str, dict[str, Any]] = {
         "run": {"output_dir": directory},
         "warm_start": {"steps": min(config.warm_start.steps, 1)},
         "rollout": {"sampling": replace(config.rollout.sampling, max_tokens=most)},
-        "algorithm": {
-            "epochs_per_rollout": 1,
-            "overlong_buffer": min(config.algorithm.overlong_buffer, most),
-        },
+        "algorithm": {"epochs_per_rollout": 1, "overlong_buffer": buffer},
         "optimizer": {"warmup_steps": 0},
         "training": {"steps": 1, "eval_samples": 1},
     }
-    for prompts in range(1, config.rollout.prompts_per_step):
-        changes["rollout"]["prompts_per_step"] = prompts
-        try:
-            return _changed(config, changes)
-        except ValidationError:
-            continue  # the batch is cut into updates and parts
-    changes["rollout"]["prompts_per_step"] = config.rollout.prompts_per_step
-    return _changed(config, changes)
-
-
-def _changed(config: RunConfig, changes: dict[str, dict[str, Any]]) -> RunConfig:
-    tree = {name: getattr(config, name) for name in RunConfig.model_fields}
+    tree = config.model_dump()
     for name, values in changes.items():
-        section = tree[name]
-        fields = {key: getattr(section, key) for key in type(section).model_fields}
-        tree[name] = type(section).model_validate(fields | values)
-    return RunConfig.model_validate(tree)
+        tree[name] |= values
+    for prompts in range(1, config.rollout.prompts_per_step + 1):
+        tree["rollout"]["prompts_per_step"] = prompts
+        with suppress(ValidationError):  # the batch is cut into updates and parts
+            return RunConfig.model_validate(tree)
+    raise AssertionError("the recipe's own number of prompts is valid")
 
 
 def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
     config: RunConfig = run.config
-    longest = max(map(len, run.train_set.prompts))
-    evaluated = 0 if run.eval_set is None else len(run.eval_set.prompts)
-    rewards = [f"{term.name} {metrics[f'reward/{term.name}']:.4g}" for term in run.rewards]
+    prompts, evaluated = run.train_set.prompts, run.eval_set.prompts if run.eval_set else []
     samples = config.rollout.prompts_per_step * config.sampling.n
-    differing = metrics["consistency/mismatched_tokens"]
+    rewards = [f"{term.name} {metrics[f'reward/{term.name}']:.4g}" for term in run.rewards]
+    rollout, training = (metrics[f"time/{name}_seconds"] for name in ("rollout", "training"))
     return [
-        f"data      {len(run.train_set.prompts)} prompts, the longest {longest} tokens; "
-        f"{evaluated} for evaluation",
+        f"data      {len(prompts)} prompts, the longest {max(map(len, prompts))} tokens; "
+        f"{len(evaluated)} for evaluation",
         f"a step    {samples} completions of at most {config.sampling.max_tokens} tokens: rollout "
-        f"{metrics['time/rollout_seconds']:.1f} s, training "
-        f"{metrics['time/training_seconds']:.1f} s",
-        f"tokens    {differing} of {metrics['consistency/tokens']} differ",
+        f"{rollout:.1f} s, training {training:.1f} s",
+        f"tokens    {metrics['consistency/mismatched_tokens']} of {metrics['consistency/tokens']} "
+        "differ",
         f"rewards   {', '.join(rewards)}",
     ]
 
@@ -133,7 +122,7 @@ def resident(run: Any, kv_cache: int) -> dict[str, int]:
         "optimizer": sum_bytes(run.optimizer.tensors().values()),
     }
     if run.reference is not None:
-        parts["reference"] = sum_bytes(run.reference.model.parameters())
+        parts["reference"] = sum_bytes(run.reference.parameters())
     if run.critic is not None:
         kept = run.critic.saved().values()
         parts["critic and its optimizer"] = sum(sum_bytes(part.values()) for part in kept)

@@ -64,8 +64,8 @@ class Ending:
     """Seconds in which further signals are the same wish: a launcher hands Ctrl-C on."""
 
     def __init__(self, progress: Progress, *, speaks: bool) -> None:
-        self._handlers, self._progress, self._speaks = _handlers(), progress, speaks
-        self._number, self._since = 0, 0.0
+        self._progress, self._speaks = progress, speaks
+        self._handlers, self._number, self._since = _handlers(), 0, 0.0
         self._failure: BaseException | None = None
 
     def handle(self, number: int, frame: Any) -> None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rl_consistency.trainers.config.recipe import RunConfig, part_problems, stra
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _PARALLEL = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _ONE = "--num_processes 1 --num_machines 1"
+_MICRO_BATCHES = "training.micro_batch_size decides how a batch is cut, and changes no bit"
 
 
 def is_first_process() -> bool:
@@ -72,21 +74,22 @@ def check_machine(config: RunConfig) -> RunConfig:
         raise ValueError(
             "run.device is cuda but torch sees no GPU here; set it to cpu, or install a CUDA build"
         )
-    strategy = {"strategy": strategy_of(config.training.strategy)}
-    return config.model_copy(update={"training": config.training.model_copy(update=strategy)})
+    strategy = strategy_of(config.training.strategy)
+    if strategy.startswith("zero") and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"training.strategy {strategy} needs deepspeed, and deepspeed is not installed: "
+            "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
+        )
+    training = config.training.model_copy(update={"strategy": strategy})
+    return config.model_copy(update={"training": training})
 
 
-def join(config: RunConfig) -> tuple[Accelerator, World]:
+def join(config: RunConfig) -> World:
     """This process among those of the run; a group of processes is made where there is none yet."""
     timeout = timedelta(seconds=config.run.collective_timeout)
-    # With the optimizer, accelerate would step a schedule once for each process.
+    cpu, handlers = config.run.device == "cpu", InitProcessGroupKwargs(timeout=timeout)
     try:
-        accelerator = Accelerator(
-            cpu=config.run.device == "cpu",
-            mixed_precision="no",
-            step_scheduler_with_optimizer=False,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-        )
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[handlers])
     except dist.DistError as error:
         raise CollectiveError(
             f"not all processes of this run came within run.collective_timeout="
@@ -98,7 +101,7 @@ def join(config: RunConfig) -> tuple[Accelerator, World]:
         backend = "nccl" if config.run.device == "cuda" else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    return accelerator, World.join(accelerator.device, timeout)
+    return World.join(accelerator.device, timeout)
 
 
 def leave() -> None:
@@ -142,16 +145,16 @@ def _has_local_rank() -> bool:
 
 
 def _refuse_unshared(config: RunConfig, size: int) -> None:
-    consistency = config.consistency
-    if consistency.ordered and size > 1 and consistency.gradient_leaves.count == 1:
+    leaves, ordered = config.consistency.gradient_leaves, config.consistency.ordered
+    if ordered and size > 1 and leaves.count == 1:
         raise ValueError(
             f"WORLD_SIZE={size}: several processes share the leaves of a gradient: set "
             f"consistency.gradient_leaves to {size} or more (another order than that of 1), set "
             "consistency.ordered to false (the weights then depend on the number of processes), "
             "or start one process"
         )
-    if consistency.ordered:
-        consistency.gradient_leaves.inner_size(size, 1)
+    if ordered:
+        leaves.inner_size(size, 1)
         return
     for problem in part_problems(config, PartOrder(size)):
         raise ValueError(
@@ -187,8 +190,7 @@ def _unhonoured(device: str) -> Iterator[str]:
         yield f"--mixed_precision {precision}: policy.dtype decides; autocast would change bits"
     steps = given("GRADIENT_ACCUMULATION_STEPS", _launcher_steps())
     if steps not in ("", "1"):
-        remedy = "training.micro_batch_size decides how a batch is cut, and changes no bit"
-        yield f"--gradient_accumulation_steps {steps}: {remedy}"
+        yield f"--gradient_accumulation_steps {steps}: {_MICRO_BATCHES}"
     if (backend := given("DYNAMO_BACKEND", "no")) not in ("", "no"):
         yield f"--dynamo_backend {backend}: a compiled training step is not covered; leave it out"
     for engine in _PARALLEL:
@@ -217,53 +219,32 @@ def _launcher_steps() -> str:
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 STAGES: dict[str, StrategyName] = {"1": "zero1", "2": "zero2", "3": "zero3"}
 
-_MICRO_BATCHES = "training.micro_batch_size decides how a batch is cut, and changes no bit"
-_PRECISION = "policy.dtype decides, and gradients are fp32"
-_OFFLOAD = "nothing is offloaded: weights and moments stay on the device that computes"
-_EXPERTS = "experts are sharded like other weights; leave it out"
-_LAYERS = "each decoder layer is sharded, and what is around them; leave it out"
-
-_SETTINGS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
+_ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     FSDP: {
-        "FSDP_OFFLOAD_PARAMS": (("false",), _OFFLOAD),
-        "FSDP_RESHARD_AFTER_FORWARD": (("true",), "a layer's weights are freed after its pass"),
-        "FSDP_FORWARD_PREFETCH": (("false",), "FSDP2 has none; leave it out"),
-        "FSDP_ACTIVATION_CHECKPOINTING": (("false",), "policy.gradient_checkpointing decides"),
-        "FSDP_AUTO_WRAP_POLICY": (("transformer_based_wrap",), _LAYERS),
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": ((), _LAYERS),
-        "FSDP_IGNORED_MODULES": ((), _LAYERS),
+        "FSDP_OFFLOAD_PARAMS": ("false",),
+        "FSDP_RESHARD_AFTER_FORWARD": ("true",),
+        "FSDP_FORWARD_PREFETCH": ("false",),
+        "FSDP_ACTIVATION_CHECKPOINTING": ("false",),
+        "FSDP_AUTO_WRAP_POLICY": ("transformer_based_wrap",),
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": (),
+        "FSDP_IGNORED_MODULES": (),
     },
     DEEPSPEED: {
-        "ACCELERATE_GRADIENT_CLIPPING": (("auto", "0", "0.0"), "optimizer.max_grad_norm decides"),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ((), _OFFLOAD),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ((), _OFFLOAD),
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": (("false",), "each process loads the whole policy"),
-        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ((), _EXPERTS),
+        "ACCELERATE_GRADIENT_CLIPPING": ("auto", "0", "0.0"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": ("false",),
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": (),
     },
 }
-"""Engine -> variable -> (allowed values, reason). Empty and `none` are always allowed."""
+"""Engine -> variable -> its allowed values. Empty and `none` are always allowed."""
 
 _FREE = (
     "zero_optimization.stage",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",  # checkpoints are whole
 )
 """Keys of DeepSpeed's configuration that may have any value."""
-_REASONS = {
-    "gradient_clipping": "optimizer.max_grad_norm decides",
-    "gradient_accumulation_steps": _MICRO_BATCHES,
-    "train_batch_size": "rollout.prompts_per_step and algorithm.updates_per_rollout decide",
-    "train_micro_batch_size_per_gpu": _MICRO_BATCHES,
-    "optimizer": "the recipe's section optimizer decides",
-    "scheduler": "the recipe's section optimizer decides",
-    "fp16": _PRECISION,
-    "bf16": _PRECISION,
-    "amp": _PRECISION,
-    "communication_data_type": _PRECISION,
-    "data_types": _PRECISION,
-    "zero_optimization.offload_optimizer": _OFFLOAD,
-    "zero_optimization.offload_param": _OFFLOAD,
-}
-"""Section or key of DeepSpeed's configuration -> what decides in its place."""
+_UNFOLLOWED = "the recipe decides this (docs/distributed.md tells by which key): leave it out"
 
 
 def strategy_of(given: StrategyName | None) -> StrategyName:
@@ -286,11 +267,11 @@ def unfollowed(dtype: str) -> Iterator[str]:
 
     `dtype` is `policy.dtype`.
     """
-    for engine, settings in _SETTINGS.items():
-        for name, (allowed, reason) in settings.items() if is_on(engine) else ():
+    for engine, settings in _ALLOWED.items():
+        for name, allowed in settings.items() if is_on(engine) else ():
             text = os.environ.get(name, "").strip()
             if text.lower() not in ("", "none", *allowed):
-                yield f"{name} {text}: {reason}"
+                yield f"{name} {text}: {_UNFOLLOWED}"
     if is_on(DEEPSPEED):
         yield from _unfollowed_in_file(_deepspeed_file(), dtype)
 
@@ -298,7 +279,7 @@ def unfollowed(dtype: str) -> Iterator[str]:
 @contextmanager
 def engines_off() -> Iterator[None]:
     """Inside the block accelerate and transformers see a launcher without FSDP and DeepSpeed."""
-    taken = {name: os.environ.pop(name) for name in _SETTINGS if name in os.environ}
+    taken = {name: os.environ.pop(name) for name in _ALLOWED if name in os.environ}
     try:
         yield
     finally:
@@ -328,23 +309,19 @@ def _asked() -> StrategyName | None:
         return "fsdp2"
     if not is_on(DEEPSPEED):
         return None
-    if (stage := _stage()) not in STAGES:
+    section = _deepspeed_file().get("zero_optimization")
+    own = str(section.get("stage", 0)) if isinstance(section, dict) else "0"
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "").strip()
+    if _deepspeed_file() and own != "auto":
+        if stage not in ("", own):
+            raise ValueError(f"ZeRO stage {stage} and, in deepspeed_config_file, {own}: give one")
+        stage = own
+    if (stage := stage or "2") not in STAGES:  # accelerate's default
         raise ValueError(
             f"DeepSpeed's ZeRO stage {stage}: the stages are {', '.join(STAGES)}; where each "
             "process is to hold all, start with --multi_gpu and without DeepSpeed"
         )
     return STAGES[stage]
-
-
-def _stage() -> str:
-    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "").strip()
-    if not (tree := _deepspeed_file()):
-        return stage or "2"  # accelerate's default
-    section = tree.get("zero_optimization")
-    own = str(section.get("stage", 0)) if isinstance(section, dict) else "0"
-    if own != "auto" and stage not in ("", own):
-        raise ValueError(f"ZeRO stage {stage} and, in deepspeed_config_file, {own}: give one")
-    return (stage or "2") if own == "auto" else own
 
 
 def _deepspeed_file() -> dict[str, Any]:
@@ -369,14 +346,10 @@ def _unfollowed_in_file(tree: Mapping[str, Any], dtype: str) -> Iterator[str]:
     }
     for path, value in _said(tree):
         if path not in _FREE and (path not in followed or value != followed[path]):
-            reasons = [
-                reason for key, reason in _REASONS.items() if f"{path}.".startswith(f"{key}.")
-            ]
-            reason = reasons[0] if reasons else "a run does not follow it; leave it out"
-            yield f"deepspeed_config_file: {path} {json.dumps(value)}: {reason}"
+            yield f"deepspeed_config_file: {path} {json.dumps(value)}: {_UNFOLLOWED}"
     section = tree.get("bf16")
     if isinstance(section, dict) and section.get("enabled") is False and dtype == "bfloat16":
-        yield f"deepspeed_config_file: bf16.enabled false: policy.dtype is {dtype}; leave it out"
+        yield f"deepspeed_config_file: bf16.enabled false, policy.dtype {dtype}: {_UNFOLLOWED}"
 
 
 def _said(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,12 +6,10 @@ holds no padding, so a loss has none to mask.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Literal, Self, TypeVar, get_args
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,18 +25,17 @@ class TokenBatch:
 
     Every tensor is [N], N = ``sum(lengths)`` > 0, all on one device.
 
-    Example: two completions, "7 7" (sample 4) and "9" (sample 5), rewarded 1 and 0, so that with
+    Example: two completions, "7 7" and "9", rewarded 1 and 0, so that with
     Dr. GRPO their advantages are +0.5 and -0.5::
 
         TokenBatch(
             logprobs=tensor([-0.1, -0.2, -1.5], requires_grad=True),
             old_logprobs=tensor([-0.1, -0.2, -1.5]),
             advantages=tensor([0.5, 0.5, -0.5]),
-            sequence_ids=tensor([4, 4, 5]),
             lengths=[2, 1],
         )
 
-    Raises: TypeError on a dtype, ValueError on a shape, an order or an empty batch.
+    Raises: TypeError on a dtype, ValueError on a shape or an empty batch.
     """
 
     logprobs: Tensor
@@ -47,8 +44,6 @@ class TokenBatch:
     """fp32, log pi(token) under the weights that sampled the token (the behaviour policy)."""
     advantages: Tensor
     """fp32, in GRPO the advantage of the token's sequence (see `per_token`); in PPO per token."""
-    sequence_ids: Tensor
-    """int64, the id of the token's sequence: one id per sequence, strictly ascending."""
     lengths: list[int]
     """Scored tokens of each sequence; a sequence may have none."""
     reference_logprobs: Tensor | None = None
@@ -57,59 +52,16 @@ class TokenBatch:
     """fp32, entropy of the distribution the token was drawn from, nats; for an entropy bonus."""
 
     def __post_init__(self) -> None:
-        if any(length < 0 for length in self.lengths):
-            raise ValueError(f"lengths must not be negative, got {self.lengths}")
         if (tokens := sum(self.lengths)) == 0:
             raise ValueError("a TokenBatch needs at least one scored token, got none; skip it")
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if not isinstance(value, Tensor):
                 continue
-            dtype = torch.int64 if field.name == "sequence_ids" else torch.float32
-            if value.dtype != dtype:
-                raise TypeError(f"{field.name} must be {dtype}, got {value.dtype}")
-            if (shape := value.shape) != (tokens,):
-                raise ValueError(
-                    f"{field.name} must be [sum(lengths) = {tokens}], got {list(shape)}"
-                )
-        ids = self.sequence_ids.tolist()
-        filled = [length for length in self.lengths if length]
-        starts = [0, *accumulate(filled)]
-        firsts = [ids[start] for start in starts[:-1]]
-        ascending = all(low < high for low, high in pairwise(firsts))
-        if not ascending or any(len(set(ids[a:b])) != 1 for a, b in pairwise(starts)):
-            raise ValueError(
-                "sequence_ids must hold one id per sequence, strictly ascending; got first ids "
-                f"{firsts[:8]} for lengths {filled[:8]}. Sort the sequences by sample id first"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """The shape of the clipped policy loss.
-
-    Example: DAPO's clip-higher without a KL term is
-    ``LossConfig(clip_low=0.2, clip_high=0.28)``: a token with a positive advantage stops pushing
-    once its ratio exceeds 1.28, one with a negative advantage once its ratio is under 0.8.
-
-    Raises: ValueError on a number outside its range.
-    """
-
-    clip_low: float = 0.2
-    """The ratio is clipped from below at 1 - clip_low; 0 <= clip_low < 1."""
-    clip_high: float = 0.2
-    """The ratio is clipped from above at 1 + clip_high; clip_high >= 0."""
-    kl_coefficient: float = 0.0
-    """Weight of the k3 estimate of KL(policy || reference); >= 0."""
-    entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus; >= 0."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            limit = 1.0 if field.name == "clip_low" else math.inf
-            if not 0.0 <= value < limit:
-                raise ValueError(f"{field.name} must be in [0, {limit}), got {value}")
+            if value.dtype != torch.float32:
+                raise TypeError(f"{name} must be {torch.float32}, got {value.dtype}")
+            if value.shape != (tokens,):
+                got = list(value.shape)
+                raise ValueError(f"{name} must be [sum(lengths) = {tokens}], got {got}")
 
 
 def per_token(values: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -161,6 +113,8 @@ class LossOutput(ClippedLoss):
     tokens with advantage 0.5 and weights 0.5 is then ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
     """
 
+    logprobs: Tensor
+    """fp32, those of the batch."""
     ratio: Tensor
     """fp32, importance ratio exp(logprob - old_logprob)."""
     kl_k1: Tensor | None = None
@@ -204,57 +158,52 @@ def token_weights(
     lengths: Sequence[int],
     kind: WeightKind,
     *,
-    num_sequences_global: int | None = None,
-    max_tokens: int | None = None,
-    total_tokens: int | None = None,
+    num_sequences_global: int,
+    total_tokens: int,
+    max_tokens: int,
     keep: Tensor | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Weights [N] fp32 of the tokens of these sequences, which may be any part of the global batch.
+    """Weights [N] fp32 of the tokens of some sequences of these lengths, for a sum over tokens.
 
-    grpo:    1 / (num_sequences_global * length): the mean over sequences of the mean over tokens
-    dr_grpo: 1 / (num_sequences_global * max_tokens): no length enters, so no length is favoured
-    dapo:    1 / total_tokens: the mean over all tokens of the global batch
+    grpo:    1 / (num_sequences_global * length)
+    dr_grpo: 1 / (num_sequences_global * max_tokens)
+    dapo:    1 / total_tokens
 
-    The counts are those of the global batch of one optimizer step. `keep` ([S], bool) is False for
-    a dropped sequence, whose tokens get the weight 0; it does not change the counts.
-
-    Raises: ValueError on an unknown kind, or a count that is missing or too small for the lengths.
+    The counts are those of the whole batch of an optimizer step, so that micro-batches add up.
+    `keep` is bool [S], False for a dropped sequence, whose tokens get the weight 0; it does not
+    change the counts.
     """
-    if kind not in get_args(WeightKind):
-        raise ValueError(f"weight kind must be one of {list(get_args(WeightKind))}, got {kind!r}")
-    if kind == "dapo":
-        total = _count("total_tokens", total_tokens, sum(lengths), kind)
-        weights = [1.0 / total for _ in lengths]
-    else:
-        sequences = _count("num_sequences_global", num_sequences_global, len(lengths), kind)
-        if kind == "dr_grpo":
-            limit = _count("max_tokens", max_tokens, max(lengths, default=1), kind)
-            weights = [1.0 / (sequences * limit) for _ in lengths]
-        else:
-            weights = [1.0 / (sequences * length) if length else 0.0 for length in lengths]
+    denominators = {
+        "grpo": [num_sequences_global * length for length in lengths],
+        "dr_grpo": [num_sequences_global * max_tokens for _ in lengths],
+        "dapo": [total_tokens for _ in lengths],
+    }
+    weights = [1.0 / count if count else 0.0 for count in denominators[kind]]
     per_sequence = torch.tensor(weights, dtype=torch.float32, device=device)
     if keep is not None:
-        if keep.shape != per_sequence.shape or keep.dtype != torch.bool:
-            got = f"{keep.dtype} {list(keep.shape)}"
-            raise ValueError(f"keep must be bool [{len(lengths)}], got {got}")
         per_sequence = torch.where(keep.to(device), per_sequence, torch.zeros_like(per_sequence))
     return per_token(per_sequence, lengths)
 
 
-def _count(name: str, value: int | None, at_least: int, kind: str) -> int:
-    if value is None or value < max(at_least, 1):
-        least = f"of the global batch, at least {max(at_least, 1)}"
-        raise ValueError(f"{kind} weights need {name} {least}, got {value}")
-    return value
-
-
-def policy_loss(batch: TokenBatch, weights: Tensor, config: LossConfig) -> LossOutput:
+def policy_loss(
+    batch: TokenBatch,
+    weights: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coefficient: float = 0.0,
+    entropy_coefficient: float = 0.0,
+) -> LossOutput:
     """The clipped policy loss of the tokens of `batch`, weighted by `weights` ([N] fp32).
 
     The surrogate is min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). A token at the
-    very border is not clipped. The KL term is on-policy (not importance weighted), as in GRPO. A
-    non-finite logprob gives a non-finite loss: nothing is replaced.
+    very border is not clipped. The KL term is the k3 estimate of KL(policy || reference), on-policy
+    (not importance weighted), as in GRPO. A non-finite logprob gives a non-finite loss: nothing is
+    replaced.
+
+    Example: with DAPO's clip-higher, 0.28, a token with a positive advantage stops pushing once its
+    ratio exceeds 1.28, one with a negative advantage once its ratio is under 0.8.
 
     Raises: ValueError on weights of another shape, or a coefficient without its tensor.
     """
@@ -262,21 +211,26 @@ def policy_loss(batch: TokenBatch, weights: Tensor, config: LossConfig) -> LossO
         expected, got = list(batch.logprobs.shape), f"{weights.dtype} {list(weights.shape)}"
         raise ValueError(f"weights must be fp32 {expected}, got {got}")
     ratio = torch.exp(batch.logprobs - batch.old_logprobs)
-    surrogate, clipped = _clipped_surrogate(ratio, batch.advantages, config)
-    term = -surrogate
+    advantages, low, high = batch.advantages, 1.0 - clip_low, 1.0 + clip_high
+    # A selection rather than torch.minimum, whose gradient at a tie is split between its two
+    # arguments: at ratio 1, the whole first update, every token is a tie.
+    rises, falls = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
+    clipped = (rises | falls).detach()
+    term = -(torch.where(clipped, ratio.detach().clamp(low, high), ratio) * advantages)
     kl_k1 = kl_k3 = None
     if batch.reference_logprobs is not None:
         log_ratio = batch.reference_logprobs - batch.logprobs
         kl_k1, kl_k3 = -log_ratio.detach(), torch.exp(log_ratio) - log_ratio - 1.0
-    if config.kl_coefficient:
-        term = term + config.kl_coefficient * _needed(kl_k3, "kl_coefficient", "reference_logprobs")
-    if config.entropy_coefficient:
+    if kl_coefficient:
+        term = term + kl_coefficient * _needed(kl_k3, "kl_coefficient", "reference_logprobs")
+    if entropy_coefficient:
         entropy = _needed(batch.entropy, "entropy_coefficient", "entropy")
-        term = term - config.entropy_coefficient * entropy
+        term = term - entropy_coefficient * entropy
     weighted = weights * term
     return LossOutput(
         loss=masked_sum(weighted),
         terms=weighted.detach(),
+        logprobs=batch.logprobs.detach(),
         ratio=ratio.detach(),
         clipped=clipped,
         kl_k1=kl_k1,
@@ -299,18 +253,6 @@ def with_balance(output: LossOutput, balance: Tensor, weight: float) -> LossOutp
     )
 
 
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
-    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    # A selection rather than torch.minimum, whose gradient at a tie is split between its two
-    # arguments: at ratio 1, the whole first update, every token is a tie.
-    rises, falls = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
-    clipped = (rises | falls).detach()
-    bounded = ratio.detach().clamp(low, high)
-    return torch.where(clipped, bounded, ratio) * advantages, clipped
-
-
 def _needed(value: Tensor | None, coefficient: str, field: str) -> Tensor:
     if value is None:
         raise ValueError(f"{coefficient} is not 0 but the batch has no {field}; give it or set 0")
@@ -328,13 +270,11 @@ def value_loss(
     Example: old value 0, clip 0.2, value 0.5. With a return of 1 the error is that of 0.2, half of
     0.64, without a gradient. With a return of -1 it is that of 0.5, half of 2.25.
 
-    Raises: ValueError on shapes that differ, or a clip that is not positive.
+    Raises: ValueError on shapes that differ.
     """
     if not values.shape == old_values.shape == returns.shape == weights.shape:
         shapes = [list(t.shape) for t in (values, old_values, returns, weights)]
         raise ValueError(f"values, old_values, returns and weights must have one shape: {shapes}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
     error, clipped = (values - returns).square(), torch.zeros_like(values, dtype=torch.bool)
     if clip is not None:
         moved = values.detach() - old_values
@@ -351,15 +291,10 @@ def merge_outputs(outputs: Sequence[L]) -> L:
 
     The loss is summed once over all tokens: the same bits for every cut. It is not differentiable.
     """
-    if not outputs:
-        raise ValueError("merge_outputs needs at least one output, got none")
 
     def joined(name: str) -> Tensor | None:
-        parts = [getattr(output, name) for output in outputs]
-        missing = sum(part is None for part in parts)
-        if 0 < missing < len(parts):
-            raise ValueError(f"{missing} of {len(parts)} outputs have no {name}; all or none must")
-        return None if missing else torch.cat(parts)
+        parts = [part for part in (getattr(o, name) for o in outputs) if part is not None]
+        return torch.cat(parts) if parts else None
 
     names = [field.name for field in fields(outputs[0]) if field.name != "loss"]
     parts = {name: joined(name) for name in names}

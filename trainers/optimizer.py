@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import get_scheduler
 
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
@@ -18,7 +17,7 @@ class GradientNormError(ValueError):
 
 
 class PolicyOptimizer:
-    """torch's AdamW and a transformers schedule, prepared by accelerate.
+    """torch's AdamW and a transformers schedule.
 
     A bf16 or fp16 policy is updated through fp32 master weights, which are rounded into the policy
     after every step; an fp32 policy is its own master. Where ranks keep shards, a rank updates its
@@ -30,14 +29,7 @@ class PolicyOptimizer:
     on the other tensors of the list.
     """
 
-    def __init__(
-        self,
-        ranks: Strategy,
-        section: OptimizerSection,
-        accelerator: Accelerator,
-        *,
-        total_steps: int,
-    ):
+    def __init__(self, ranks: Strategy, section: OptimizerSection, *, total_steps: int):
         self._ranks, self._masters = ranks, ranks.masters()
         self._max_norm = section.max_grad_norm
         self._adamw = torch.optim.AdamW(
@@ -46,9 +38,10 @@ class PolicyOptimizer:
             betas=section.betas,
             eps=section.eps,
             weight_decay=section.weight_decay,
-            **_variant(list(self._masters.values())),
+            foreach=False,
+            fused=all(master.is_cuda for master in self._masters.values()),
         )
-        schedule = get_scheduler(
+        self._schedule: Any = get_scheduler(
             "constant_with_warmup" if section.schedule == "constant" else section.schedule,
             optimizer=self._adamw,
             num_warmup_steps=section.warmup_steps,
@@ -56,9 +49,6 @@ class PolicyOptimizer:
         )
         self.begun = 0
         """Updates that were begun by this process."""
-        self._optimizer: Any
-        self._schedule: Any
-        self._optimizer, self._schedule = accelerator.prepare(self._adamw, schedule)
 
     @property
     def learning_rate(self) -> float:
@@ -84,7 +74,7 @@ class PolicyOptimizer:
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients.values():
                 gradient.mul_(self._max_norm / norm)
-        self._ranks.update(self._optimizer, self._masters, gradients)
+        self._ranks.update(self._adamw, self._masters, gradients)
         self._schedule.step()
         self._ranks.drop_gradients()
         return norm
@@ -114,8 +104,12 @@ class PolicyOptimizer:
 
     def load(self, tensors: dict[str, Tensor], schedule: dict[str, Any]) -> None:
         """Continue from what `tensors` and `schedule_state` gave."""
-        kinds = dict.fromkeys(key.rpartition(".")[2] for key in tensors)
-        own = {kind: self._masters if kind == "master" else self._zeros(kind) for kind in kinds}
+        own: dict[str, Any] = {}
+        for kind in dict.fromkeys(key.rpartition(".")[2] for key in tensors):
+            empty = torch.zeros_like if kind != "step" else lambda master: torch.zeros(())
+            own[kind] = {name: empty(master) for name, master in self._masters.items()}
+        if "master" in own:
+            own["master"] = self._masters
         pieces = {kind: self._ranks.pieces(cut) for kind, cut in own.items()}
         with torch.no_grad():
             for key, value in tensors.items():
@@ -124,20 +118,8 @@ class PolicyOptimizer:
                 pieces[kind][name].copy_(part)
         own.pop("master", None)
         states = {i: {k: cut[n] for k, cut in own.items()} for i, n in enumerate(self._masters)}
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        groups = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": states, "param_groups": groups})
         self._schedule.load_state_dict({**self._schedule.state_dict(), **schedule})
-        (group,), (rate,) = self._optimizer.param_groups, self._schedule.get_last_lr()
+        (group,), (rate,) = self._adamw.param_groups, self._schedule.get_last_lr()
         group["lr"] = rate
-
-    def _zeros(self, kind: str) -> dict[str, Tensor]:
-        """AdamW's state of one kind, to be filled."""
-        return {
-            name: torch.zeros(()) if kind == "step" else torch.zeros_like(master)
-            for name, master in self._masters.items()
-        }
-
-
-def _variant(masters: list[nn.Parameter]) -> dict[str, bool]:
-    """Which of torch's AdamW loops runs."""
-    return {"foreach": False, "fused": all(master.is_cuda for master in masters)}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,11 +22,7 @@ from transformers.utils import logging
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.trainers.config.sections import (
-    BuildSection,
-    PolicySection,
-    TokenizerSection,
-)
+from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained, parse_json_object
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
 
@@ -73,12 +68,8 @@ def load_policy(
             "not belong together (tokenizer.kind auto takes the model's own)"
         )
     eos_token_ids(model, loaded)
-    with (
-        TemporaryDirectory() as place,
-        explained(
-            PolicyError, f"{source or 'policy.build'}: a checkpoint could not hold its config.json"
-        ),
-    ):
+    what = f"{source or 'policy.build'}: a checkpoint could not hold its config.json"
+    with TemporaryDirectory() as place, explained(PolicyError, what):
         model.config.save_pretrained(place)
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -93,16 +84,22 @@ def build_model(
     family = FAMILIES[build.architecture]
     config_class = getattr(transformers, f"{family}Config")
     model_class = getattr(transformers, f"{family}ForCausalLM")
+    sizes = build.model_dump(exclude={"architecture", "rope_theta", "head_dim", "experts"})
+    if build.experts is not None:
+        count = "num_local_experts" if build.architecture == "mixtral" else "num_experts"
+        sizes |= {count: build.experts.count, "num_experts_per_tok": build.experts.per_token}
+    if build.architecture == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": build.intermediate_size, "norm_topk_prob": True}
+    if build.architecture == "mistral":
+        sizes["sliding_window"] = None
     config = config_class(
-        **build.model_dump(exclude={"architecture", "rope_theta", "head_dim", "experts"}),
-        **_of_experts(build),
+        **sizes,
         head_dim=build.head_dim or build.hidden_size // build.num_attention_heads,
         rope_parameters={"rope_type": "default", "rope_theta": build.rope_theta},
         vocab_size=-(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **({"sliding_window": None} if build.architecture == "mistral" else {}),
     )
     too_large = "policy.build: the model cannot be made on this machine: choose smaller sizes"
     with explained(PolicyError, too_large), torch.random.fork_rng(devices=[]):
@@ -111,17 +108,6 @@ def build_model(
         model = model_class(config).to(dtype)
         _require_finite(model, "policy.build")
     return model
-
-
-def _of_experts(build: BuildSection) -> dict[str, Any]:
-    """The settings of a mixture of experts, by the names its family has for them."""
-    if build.experts is None:
-        return {}
-    count = "num_local_experts" if build.architecture == "mixtral" else "num_experts"
-    found = {count: build.experts.count, "num_experts_per_tok": build.experts.per_token}
-    if build.architecture == "qwen3_moe":
-        found |= {"moe_intermediate_size": build.intermediate_size, "norm_topk_prob": True}
-    return found
 
 
 def check_balance(model: PreTrainedModel, coefficient: float) -> None:
@@ -186,28 +172,16 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 def _check_weights(directory: Path) -> None:
-    """Refuse a directory whose weights are missing, or anywhere but in it."""
+    """Refuse a directory whose weights are missing, or anywhere but in it, or that an index of
+    other files names."""
     if (generation := directory / "generation_config.json").exists():
         _object(generation)  # transformers would pass over a damaged one, and its end tokens
     names = ("model.safetensors", "model.safetensors.index.json")
     weights, index = (directory / name for name in names)
     if not (weights.is_file() or index.is_file()):
         raise PolicyError(f"{directory} has no weights: {' or '.join(names)} is needed")
-    if not weights.is_file():
-        _check_shards(index)
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model directory."""
-    try:
-        return parse_json_object(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{file}: {error}") from error
-
-
-def _check_shards(index: Path) -> None:
-    """Refuse an index that names anything but files beside it, which it decides are opened, or
-    that is not the index of these."""
+    if weights.is_file():
+        return
     content = _object(index)
     shards = content.get("weight_map")
     if not isinstance(content.get("metadata"), dict):
@@ -230,6 +204,14 @@ def _check_shards(index: Path) -> None:
             raise PolicyError(f"{index}: {tensor}: weight_map says {said}, it lies in {true}")
 
 
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model directory."""
+    try:
+        return parse_json_object(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{file}: {error}") from error
+
+
 def _refuse_quantised(config: dict[str, Any], source: str) -> None:
     quantisation = config.get("quantization_config")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
@@ -249,7 +231,11 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
 
     PolicyError where its weights are damaged, do not fit its configuration, or are not finite.
     """
-    with explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"), _bars(not local):
+    with ExitStack() as stack:
+        stack.enter_context(explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"))
+        if local and logging.is_progress_bar_enabled():  # before the first line of a run
+            logging.disable_progress_bar()
+            stack.callback(logging.enable_progress_bar)
         try:
             if local:
                 _check_weights(Path(source))
@@ -279,20 +265,6 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
         if not parameter.isfinite().all():
             raise PolicyError(f"{source}: {name} holds NaN or infinity: its training diverged")
     return model
-
-
-@contextmanager
-def _bars(wanted: bool) -> Iterator[None]:
-    """Hide transformers' progress bars inside the block unless they are `wanted`: they would stand
-    before the first line of a run."""
-    enabled = logging.is_progress_bar_enabled()
-    if not wanted:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def _require_finite(model: PreTrainedModel, source: str) -> None:

@@ -30,7 +30,7 @@ class Progress:
     notice: str = ""
     """A text that is told with all that follows."""
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _done: int = 0
+    _timed: int = 0
     _step: int = 0
     _since: float = 0.0
 
@@ -44,23 +44,21 @@ class Progress:
         """Time the step inside the block."""
         self._step, self._since = step, self.clock()
         yield
-        self._done += 1
-        if self._done == 2:
+        if self._timed == 1:  # the first one compiles
             self._seconds.clear()
+        self._timed += 1
         self._seconds.append(self.clock() - self._since)
 
     def tell(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Say how much of a phase of the step is done; 0 of 0 where that is not counted."""
         if self.listener is None:
             return
-        share = f" {done}/{total}" if total else ""
-        left = self.seconds_left()
-        parts = [f"step {self._step}/{self.steps}: {phase}{share}"]
-        if left is not None:
-            parts.append(f"about {duration(left)} left")
+        text = f"step {self._step}/{self.steps}: {phase}{f' {done}/{total}' if total else ''}"
+        if (left := self.seconds_left()) is not None:
+            text += f", about {duration(left)} left"
         elif self.compiles:
-            parts.append("with kernels to compile and graphs to capture")
-        self.listener(", ".join([*parts, self.notice] if self.notice else parts))
+            text += ", with kernels to compile and graphs to capture"
+        self.listener(text + (f", {self.notice}" if self.notice else ""))
 
     def seconds_left(self) -> float | None:
         """Seconds that the whole run still takes, by the last steps; None in the first one."""

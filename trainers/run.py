@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,9 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
-
-import torch
-from accelerate import Accelerator
 
 from rl_consistency.distributed.world import World, require_same_facts
 from rl_consistency.models.patch import patch
@@ -21,10 +19,8 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
-from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
-from rl_consistency.trainers.algorithms.reference import ReferencePolicy
-from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
@@ -50,8 +46,10 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     StepEnd,
     capture,
     load_weights,
+    read_weights,
     restore,
     save_checkpoint,
+    save_weights,
     seeded,
 )
 from rl_consistency.trainers.run_directory.directory import (
@@ -74,13 +72,8 @@ from rl_consistency.trainers.run_directory.inputs import (
     settings,
 )
 from rl_consistency.trainers.run_directory.step_files import StepFiles
-from rl_consistency.trainers.run_directory.summary import (
-    named_summary,
-    passed,
-    summary_of,
-    write_summary,
-)
-from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
+from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
+from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
     TrackerSet,
@@ -88,7 +81,7 @@ from rl_consistency.trainers.tracking import (
     take_steps,
     trackers_of,
 )
-from rl_consistency.trainers.warm_start import fifths_told, targets_of, warm_start
+from rl_consistency.trainers.warm_start import targets_of, warm_start
 
 Announce = Callable[[str], None]
 
@@ -120,12 +113,11 @@ def train(
     if dry_run:
         refuse_many_processes()
     config = check_machine(config)
-    check_strategy(config)
     given = {"--resume": str(resume), "--overwrite": str(overwrite)}
     with ExitStack() as stack:
         announce = RunOutput(announce)
         stack.enter_context(engines_off())
-        accelerator, world = join(config)
+        world = join(config)
         stack.enter_context(world.naming_others(f"a gather or a sum of {config.training.strategy}"))
         first = world.rank == 0
         announce = announce if first else RunOutput(lambda line: None)
@@ -146,7 +138,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, accelerator, starting if first else None)
+            run = _Run(config, announce, stack, world, starting if first else None)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
@@ -172,13 +164,12 @@ class _Run:
         announce: RunOutput,
         stack: ExitStack,
         world: World,
-        accelerator: Accelerator,
         starting: Announce | None,
     ):
         self.began = time.perf_counter()
         self.config, self.directory = config, config.run.output_dir
         self.announce, self.stack = announce, stack
-        self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
+        self.world, self.first = world, world.rank == 0
         compiles, steps = config.run.device == "cuda", config.training.steps
         self.progress = progress = Progress(steps, compiles=compiles, starting=starting)
         check_canonical(config)
@@ -199,17 +190,13 @@ class _Run:
             announce(told)
         self.warm_start_targets = targets_of(config, self.train_set, self.tokenizer, **limits)
         self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
-        self.reference: ReferencePolicy | None = None
-        if config.algorithm.kl_coefficient:
-            self.reference = ReferencePolicy(self.model, world, stack)
+        self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
+        self.reference_digest: str | None = None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         progress.starts("patching the policy")
         session = stack.enter_context(patch(self.model, **config.training.patch))
         if not current().stock:
             session.verify()
-        # Not for evaluation: this keeps the model free of DistributedDataParallel.
-        prepared: Any = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        self.model = prepared
         self.fingerprint = fingerprint_of(config)
         inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
@@ -228,9 +215,19 @@ class _Run:
                 self._open_step_files()
         self._join()
         if self.config.warm_start.steps:
-            self._warm_start()
+            self.progress.starts("warm start")
+            self.warm_start_loss = warm_start(
+                self.train_set.prompts,
+                self.warm_start_targets,
+                self.config.warm_start,
+                self.ranks,
+                seed=self.config.run.seed,
+                announce=self.announce,
+            )
         if self.reference is not None:
-            self.reference.begin(self.directory / REFERENCE, self.model)
+            save = partial(save_weights, self.directory / REFERENCE, self.model)
+            with whole_weights(self.model):
+                self._freeze_reference(self.world.from_first("the reference", save))
         self._assemble()
         return 1
 
@@ -244,9 +241,7 @@ class _Run:
                 self.critic.load(checkpoint)
         found = {"the checkpoint": str(checkpoint.step)}
         require_same_facts(self.world, found, when="before the first step")
-        if self.reference is not None:
-            digest = checkpoint.extra["reference_digest"]
-            self.reference.resume(self.directory / REFERENCE, digest)
+        self._freeze_reference(checkpoint.extra["reference_digest"])
         with self.world.agreed("the run directory"):
             if self.first:
                 self._open_step_files(checkpoint.extra["step_files"])
@@ -264,6 +259,14 @@ class _Run:
         self.began -= checkpoint.extra.get("seconds", 0.0)
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
+
+    def _freeze_reference(self, digest: str | None) -> None:
+        """Take the weights that the run began with from their file, for the KL term."""
+        if self.reference is not None and digest is not None:
+            with self.world.agreed("the reference"):
+                load_weights(self.reference, read_weights(self.directory / REFERENCE, digest))
+            self.stack.enter_context(patch(self.reference.requires_grad_(False)))
+            self.reference_digest = digest
 
     def _join(self) -> None:
         self.ranks = build_strategy(self.config, self.world, self.model)
@@ -316,20 +319,15 @@ class _Run:
         """Write the checkpoint of a step. Every rank calls it."""
         tensors = {"optimizer": self.optimizer.tensors()}
         tensors |= self.critic.saved() if self.critic else {}
-        with whole_weights(self.model):
-            self.world.from_first("the checkpoint", lambda: self._write(step, end, tensors))
-
-    def _write(self, step: int, end: StepEnd, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         extra = {
             "random_state": end.random_state,
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
-            "reference_digest": self.reference and self.reference.digest,
-            "step_files": self.step_files.state(),
+            "reference_digest": self.reference_digest,
             "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),
         }
-        save_checkpoint(
+        write = lambda: save_checkpoint(  # noqa: E731
             self.directory / CHECKPOINTS,
             step=step,
             model=self.model,
@@ -337,10 +335,12 @@ class _Run:
             **tensors,
             schedule=self.optimizer.schedule_state(),
             totals=end.totals,
-            extra=extra,
+            extra=extra | {"step_files": self.step_files.state()},
             fingerprint=self.continued_under,
             keep=self.config.training.keep_checkpoints,
         )
+        with whole_weights(self.model):
+            self.world.from_first("the checkpoint", write)
 
     def summarize(self) -> dict[str, Any]:
         """Write `summary.json` and return it."""
@@ -349,9 +349,7 @@ class _Run:
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:
             found["critic_digest"] = self.critic.digest
-        summary = named_summary(self.config, found, seconds, self.world.size, self.fingerprint)
-        write_summary(self.directory, summary)
-        return summary
+        return write_summary(self.config, found, seconds, self.world.size, self.fingerprint)
 
     def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
         given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)
@@ -363,10 +361,10 @@ class _Run:
         config = self.config
         self.progress.starts("building the optimizer and the rollout engine")
         self.optimizer = PolicyOptimizer(
-            self.ranks, config.optimizer, self.accelerator, total_steps=config.optimizer_steps
+            self.ranks, config.optimizer, total_steps=config.optimizer_steps
         )
         if self.critic is not None:
-            self.critic.assemble(self.model, self.world, self.accelerator)
+            self.critic.assemble(self.model, self.world)
         engine = engine_of(config, self.model, self.tokenizer)
         replays = self.directory / REPLAY if self.first else None
         self.hook = hook_of(
@@ -384,20 +382,8 @@ class _Run:
             evaluation=self.eval_set,
             rewards=self.rewards,
             hook=self.hook,
-            reference=self.reference and self.reference.model,
+            reference=self.reference,
             progress=self.progress.tell,
-        )
-
-    def _warm_start(self) -> None:
-        self.progress.starts("warm start")
-        self.warm_start_loss = warm_start(
-            self.train_set.prompts,
-            self.warm_start_targets,
-            self.config.warm_start,
-            self.accelerator,
-            self.ranks,
-            seed=self.config.run.seed,
-            progress=fifths_told(self.announce),
         )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from rl_consistency.kernels.reduction.sums import masked_sum
@@ -17,19 +16,6 @@ from rl_consistency.trainers.data.examples import DataOrder
 from rl_consistency.trainers.data.prompts import PromptSet, encode_targets
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.strategy import Strategy
-
-WarmStartReport = Callable[[int, int, float], None]
-"""Called after each step with (steps done, steps in all, loss)."""
-
-
-def fifths_told(announce: Callable[[str], None]) -> WarmStartReport:
-    """Tells in one line when another fifth of the steps is done."""
-
-    def progress(done: int, total: int, loss: float) -> None:
-        if done % max(total // 5, 1) == 0:
-            announce(f"warm start {done}/{total}: loss {loss:.3f}")
-
-    return progress
 
 
 def targets_of(
@@ -47,20 +33,19 @@ def warm_start(
     prompts: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
     section: WarmStartSection,
-    accelerator: Accelerator,
     ranks: Strategy,
     *,
     seed: int,
-    progress: WarmStartReport | None = None,
+    announce: Callable[[str], None] = lambda line: None,
 ) -> float:
     """Train a patched policy on target tokens by maximum likelihood, mean over those of a batch.
 
     `prompts` and `targets` are token ids per example; only targets, end token included, are scored.
     `ranks` have the policy and share the examples of a batch. `seed` is that of the data order.
-    Returns the last step's loss.
+    `announce` is told when another fifth of the steps is done. Returns the last step's loss.
     """
     settings = OptimizerSection(learning_rate=section.learning_rate, schedule="linear")
-    optimizer = PolicyOptimizer(ranks, settings, accelerator, total_steps=section.steps)
+    optimizer = PolicyOptimizer(ranks, settings, total_steps=section.steps)
     order = DataOrder(len(prompts), min(section.batch_size, len(prompts)), seed)
     loss_value = float("nan")
 
@@ -88,6 +73,6 @@ def warm_start(
     for step in range(section.steps):
         norm, loss_value = accumulate(sorted(order.batch(step)))
         optimizer.step(norm)
-        if progress is not None:
-            progress(step + 1, section.steps, loss_value)
+        if (step + 1) % max(section.steps // 5, 1) == 0:
+            announce(f"warm start {step + 1}/{section.steps}: loss {loss_value:.3f}")
     return loss_value

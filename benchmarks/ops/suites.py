@@ -2,135 +2,154 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle
+from random import Random
 from typing import Any
 
+from benchmarks.models import model_config
+from benchmarks.ops.attention import attention, attention_decode
 from benchmarks.ops.dense import (
-    attention,
-    attention_decode,
+    drawn_tokens,
     gradient_fold,
     logprobs_and_gradients,
     product,
-    tuned_product,
 )
-from benchmarks.ops.elementwise import elementwise_cases
-from benchmarks.ops.experts import (
-    ROUTINGS,
-    experts_few,
-    experts_forward,
-    experts_gradient,
-    moe_block,
-)
+from benchmarks.ops.elementwise import WORKS, elementwise
+from benchmarks.ops.experts import ROUTINGS, experts
 from benchmarks.shapes import (
-    BANDS,
     EXPERTS,
-    HEADS,
+    HEAD_DIMS,
+    MODELS,
     ROWS,
-    VOCABULARY,
-    WEIGHTS,
-    draw_attention,
-    draw_decode,
+    Sizes,
     draw_experts,
-    draw_folds,
+    draw_heads,
+    draw_models,
     draw_products,
-    draw_widths,
+    rows,
+    weights_of,
 )
-from benchmarks.suite import Case, Suites, cases, of_seed
+from benchmarks.suite import Choice, Suites, cases
 
-Sizes = Sequence[dict[str, Any]]
+TOKENS, CACHE_BYTES = 16384, 4 << 30
+"""Tokens of a batch, and the most bytes of keys and values of a drawn decode step."""
+
+RUNS: Mapping[str, tuple[str, str, Any]] = {
+    "matmul_forward": ("matmul forward", "nt", partial(product, "nt")),
+    "matmul_dx": ("matmul dX", "nn", partial(product, "nn")),
+    "gradient_fold": ("dW fold", "folds", gradient_fold),
+    "attention_forward": ("attention forward", "packed", partial(attention, False)),
+    "attention_backward": ("attention backward", "packed", partial(attention, True)),
+    "attention_decode": ("attention decode", "decode", attention_decode),
+    "token_logprobs": ("token_logprobs forward + backward", "heads", logprobs_and_gradients),
+    "sampling": ("draw tokens", "logits", drawn_tokens),
+    "experts_forward": ("experts", "experts", partial(experts, False)),
+    "experts_few": ("experts", "decoded experts", partial(experts, False)),
+    "experts_step": ("experts forward + backward", "experts", partial(experts, True)),
+}
+"""Suite -> the work, whose sizes it takes, and the bench."""
 
 
-def op_suites() -> Suites:
+def op_suites(choice: Choice) -> Suites:
     """Every op against its stock counterpart."""
-    forward = [{"m": m, "n": n, "k": k} for n, k in WEIGHTS for m in ROWS]
-    dx = [{"m": m, "n": n, "k": k} for k, n in WEIGHTS for m in ROWS]
-    tokens = (1024, 2048, 4096, 8192, 16384)
-    folds = [{"tokens": t, "n": n, "k": k} for n, k in WEIGHTS for t in tokens]
-    lengths = (2048, 4096, 8192, 16384)
-    prefill = [{"length": n, "batch": 16384 // n, "heads": h} for h in HEADS for n in lengths]
-    paged = itertools.product(HEADS, (1, 4, 16, 64, 256), (2048, 8192, 32768))
-    decode = [{"batch": b, "context": n, "heads": h} for h, b, n in paged]
-    widths = ((8192, 1024), (8192, 4096), (16384, 4096))
-    head = [{"tokens": 8192, "width": n, "vocabulary": VOCABULARY} for n in (1024, 2048, 4096)]
-    every = [shape | {"routing": r} for shape in EXPERTS.values() for r in ROUTINGS]
-    blocks = [
-        {"family": family, **shape, "routing": routing}
-        for family, shape in EXPERTS.items()
-        for routing in ROUTINGS
+    sizes = _sizes(MODELS)
+    if choice.tiny:
+        sizes = _tiny_sizes()
+    elif choice.seed is not None:
+        sizes = _drawn_sizes(choice.seed)
+    found = {n: cases(work, run, sizes[of]) for n, (work, of, run) in RUNS.items()}
+    found["elementwise"] = [
+        case
+        for name in WORKS
+        for backward in (False, True)
+        for case in cases(
+            f"{name} backward" if backward else name,
+            partial(elementwise, name, backward),
+            sizes["layers"],
+        )
     ]
+    return found
+
+
+def _sizes(models: Sequence[str]) -> dict[str, Sequence[Sizes]]:
+    """Those of the models that people train."""
+    lengths, contexts = (2048, 4096, 8192, 16384), (2048, 8192, 32768)
+    heads = [{"heads": text, "head_dim": 128} for text in ("16/8", "32/8")]
+    every = [shape | {"routing": r} for shape in EXPERTS for r in ROUTINGS]
+    weights = weights_of(models)
     return {
-        "matmul_forward": cases("matmul forward", partial(product, "nt"), forward),
-        "matmul_dx": cases("matmul dX", partial(product, "nn"), dx),
-        **_dense(folds, prefill, decode),
-        "elementwise": [case for sizes in widths for case in elementwise_cases(*sizes, VOCABULARY)],
-        **_logprobs(head),
-        **_experts(
-            [{"tokens": t} | shape for shape in every for t in (2048, 4096, 16384)],
-            [{"tokens": t} | shape for shape in every for t in (1, 8, 64, 256)],
-            [{"length": n, "tokens": 16384} | s for s in every for n in (256, 1024, 4096)],
-            [{"tokens": t} | shape for shape in blocks for t in (4096, 16384)],
-        ),
+        "nt": [{"m": m, "n": n, "k": k} for n, k in weights for m in ROWS],
+        "nn": [{"m": m, "n": n, "k": k} for k, n in weights for m in ROWS],
+        "folds": [{"tokens": t, "n": n, "k": k} for n, k in weights for t in ROWS[10:]],
+        "packed": [{"length": n, "batch": TOKENS // n} | h for h in heads for n in lengths],
+        "decode": [
+            {"batch": b, "context": n} | h
+            for h in heads
+            for b in (1, 4, 16, 64, 256)
+            for n in contexts
+        ],
+        **_layers(models, 8192),
+        "experts": [{"tokens": t} | shape for shape in every for t in (2048, 4096, 16384)],
+        "decoded experts": [{"tokens": t} | shape for shape in every for t in (1, 8, 64, 256)],
     }
 
 
-def random_op_suites(seed: int) -> Suites:
-    """Ops against their stock counterparts at shapes drawn by a seed; products in graphs whatever
-    their rows."""
-    drawn = [shape for band in BANDS for shape in draw_products(seed, 12, band)]
+def _layers(models: Sequence[str], tokens: int) -> dict[str, Sequence[Sizes]]:
+    """Ops over the hidden states and the logits of models."""
+    configs = [model_config(name) for name in models]
+    pairs = dict.fromkeys((config.hidden_size, config.vocab_size) for config in configs)
+    return {
+        "layers": [{"model": name, "tokens": tokens} for name in models],
+        "heads": [{"tokens": tokens, "width": w, "vocabulary": v} for w, v in pairs],
+        "logits": [{"tokens": t, "vocabulary": v} for v in {v for _, v in pairs} for t in (1, 64)],
+    }
 
-    def products(run: Any) -> list[Case]:
+
+def _drawn_sizes(seed: int) -> dict[str, Sequence[Sizes]]:
+    """Those of a seed: products, folds and layers of three models, mixtures of experts."""
+    rng, models, turns = Random(f"ops {seed}"), draw_models(seed, 3), cycle(ROUTINGS)
+    products = list(draw_products(rng, models))
+    found = {layout: [size for of, size in products if of == layout] for layout in ("nt", "nn")}
+    packed, decode = [], []
+    for dim in (*HEAD_DIMS, *HEAD_DIMS):
+        length, context, heads = rows(rng, 256, TOKENS), rows(rng, 256, 32768), draw_heads(rng, dim)
+        packed.append({"length": length, "batch": TOKENS // length} | heads)
+        key_bytes = 4 * context * dim * int(heads["heads"].split("/")[1])
+        batch = rows(rng, 1, min(256, CACHE_BYTES // key_bytes))
+        decode.append({"batch": batch, "context": context} | heads)
+
+    def routed(count: int, low: int, high: int) -> list[Sizes]:
         return [
-            case
-            for layout, work in (("nt", "matmul forward"), ("nn", "matmul dX"))
-            for case in cases(
-                work,
-                partial(run, layout, graph_rows=BANDS[-1][1]),
-                [{size: x[size] for size in "mnk"} for x in drawn if x["layout"] == layout],
-            )
+            {"tokens": rows(rng, low, high), **draw_experts(rng), "routing": next(turns)}
+            for _ in range(count)
         ]
 
-    def routed(count: int, rows: tuple[int, int], **more: Any) -> Sizes:
-        """Drawn mixtures of experts, the routings by turns."""
-        turns = zip(draw_experts(seed, count, rows), itertools.cycle(ROUTINGS))
-        return [{**more, **shape, "routing": routing} for shape, routing in turns]
-
-    widths, many = draw_widths(seed, 3), (2048, 16384)
-    suites = {
-        "matmul": products(product),
-        "matmul_tuned": products(tuned_product),
-        **_dense(draw_folds(seed, 24), draw_attention(seed, 2), draw_decode(seed, 3)),
-        "elementwise": [case for x in widths for case in elementwise_cases(*x.values())],
-        **_logprobs(widths),
-        **_experts(
-            routed(6, many),
-            routed(9, (1, 256)),
-            [x for n in (1024, 4096) for x in routed(3, (16384, 16384), length=n)],
-            routed(3, many, family="qwen3_moe"),
-        ),
-    }
-    return of_seed(seed, suites)
-
-
-def _dense(folds: Sizes, sequences: Sizes, decode: Sizes) -> dict[str, list[Case]]:
     return {
-        "gradient_fold": cases("dW fold", gradient_fold, folds),
-        "attention_forward": cases("attention forward", partial(attention, False), sequences),
-        "attention_backward": cases("attention backward", partial(attention, True), sequences),
-        "attention_decode": cases("attention decode", attention_decode, decode),
+        **found,
+        "folds": [{"tokens": rows(rng, 256, 32768), "n": n, "k": k} for n, k in weights_of(models)],
+        "packed": packed,
+        "decode": decode,
+        **_layers(models, rows(rng, 1024, 8192)),
+        "experts": routed(6, 2048, TOKENS),
+        "decoded experts": routed(9, 1, 256),
     }
 
 
-def _logprobs(sizes: Sizes) -> dict[str, list[Case]]:
-    work = "token_logprobs forward + backward"
-    return {"token_logprobs": cases(work, logprobs_and_gradients, sizes)}
-
-
-def _experts(many: Sizes, few: Sizes, lengths: Sizes, blocks: Sizes) -> dict[str, list[Case]]:
+def _tiny_sizes() -> dict[str, Sequence[Sizes]]:
+    sparse = {"hidden": 64, "intermediate": 48, "experts": 8, "top_k": 3}
+    every = [sparse | {"routing": routing} for routing in ROUTINGS]
+    products = [{"m": m, "n": n, "k": k} for m in (1, 300) for n, k in ((48, 32), (32, 96))]
+    shapes = (("4/2", 128, 32), ("6/2", 80, 24), ("3/1", 48, 21))
+    heads = [({"heads": text, "head_dim": dim}, length) for text, dim, length in shapes]
     return {
-        "experts_forward": cases("experts", experts_forward, many),
-        "experts_few": cases("experts", experts_few, few),
-        "experts_gradient": cases("dW of experts", experts_gradient, lengths),
-        "moe_block": cases("MoE block forward + backward", moe_block, blocks),
+        "nt": products,
+        "nn": products,
+        "folds": [{"tokens": 32, "n": 48, "k": 32}],
+        "packed": [{"length": length, "batch": 2} | each for each, length in heads],
+        "decode": [{"batch": 2, "context": length} | each for each, length in heads],
+        **_layers(["tiny-qwen3"], 32),
+        "experts": [{"tokens": 300} | shape for shape in every],
+        "decoded experts": [{"tokens": 5} | shape for shape in every],
     }

@@ -1,38 +1,55 @@
-"""New processes with caches of their own: the first token, and `rl-consistency tune` of a policy.
+"""New processes with caches of their own: the seconds to a first token.
 
-`python -m benchmarks.rollout.processes MODEL SIZES ANSWER` is one process of the former; it writes
-a file of JSON. Its time runs from building the engine, the model being there, to the first token
-known.
+`python -m benchmarks.rollout.processes MODEL DEVICE SIZES` is one of them; its last line is JSON.
+Its time runs from building the engine, the model being there, to the first token known.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.models import build_model, model_config
-from benchmarks.rollout.child import run_child
+from benchmarks.models import build_model
 from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Machine
 from rl_consistency.kernels.core.findings import CACHE_VARIABLE
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.sampling_params import SamplingParams
 
-MODEL = "qwen2.5-1.5b"
-WORK = Workload.equal(8, 8, 500, 32)
-"""500 is no multiple of a block: a prompt that is known leaves a few tokens to compute."""
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_SECONDS = 900
+"""A process that takes longer is killed, with those that it started."""
 
-TUNED = re.compile(r"(\d+) of (\d+) works, \d+ of them known, (\d+) with a faster schedule")
-"""The last line of `rl-consistency tune`."""
+
+def run_child(
+    name: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[str, float, str]:
+    """Run `python arguments` in the clone, which is on the path whatever this process was started
+    with. What it printed, its seconds, and how it failed: empty where it did not."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **environment}
+    # `timeout` also ends the processes that an engine started.
+    command = ["timeout", "--signal=KILL", str(LONGEST_SECONDS), sys.executable, *arguments]
+    began = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+    seconds, failure = time.perf_counter() - began, ""
+    if done.returncode:
+        last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
+        failure = f"{name} ended with status {done.returncode}: {last[:200]}"
+    return done.stdout, seconds, failure
 
 
 def cold_start(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
@@ -40,90 +57,53 @@ def cold_start(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     RuntimeError with its messages if one fails."""
     figures: dict[str, Any] = {}
     sizes = (workload.groups, workload.group_size, workload.prompt_len, workload.longest)
+    command = ["-m", "benchmarks.rollout.processes", name, str(bench.device), *map(str, sizes)]
     with tempfile.TemporaryDirectory() as caches:
+        own = Path(caches, "own")
+        own.mkdir(mode=0o700)
+        environment = {"TRITON_CACHE_DIR": f"{caches}/triton", CACHE_VARIABLE: str(own)}
         for state in ("cold", "warm"):
-            answer = Path(caches, f"{state}.json")
-            given = [name, *map(str, sizes), str(answer), "--device", str(bench.device)]
-            child = run_child(
-                f"the {state} start",
-                ["-m", "benchmarks.rollout.processes", *given],
-                empty_caches(caches),
-                answer,
-            ).require()
-            found = child.answer | {"process_seconds": child.seconds}
+            printed, seconds, failure = run_child(f"the {state} start", command, environment)
+            if failure:
+                raise RuntimeError(f"{failure}\n\n{printed[-2000:]}")
+            found = json.loads(printed.splitlines()[-1]) | {"process_seconds": seconds}
             figures |= {f"{state}/{key}": value for key, value in found.items()}
     return {"ours_us": 1e6 * figures["cold/first_token_seconds"], "figures": figures}
-
-
-def tune_policy(bench: Machine, model: str) -> dict[str, Any]:
-    """Seconds of `rl-consistency tune` at its defaults, compilation and start included, and what it
-    found. RuntimeError with its messages if it fails."""
-    with tempfile.TemporaryDirectory() as place:
-        config = model_config(model)
-        config.dtype = "bfloat16"
-        config.save_pretrained(f"{place}/model")
-        command = ["-m", "rl_consistency", "tune", "--model", f"{place}/model"]
-        command += ["--device", str(bench.device)]
-        child = run_child("tune", command, empty_caches(place), Path(place, "none")).require()
-    if (found := TUNED.search(child.printed)) is None:
-        raise RuntimeError(f"tune ended without its last line:\n{child.printed[-2000:]}")
-    counts = zip(("works", "of_works", "faster"), map(int, found.groups()), strict=True)
-    figures = {"tune_seconds": child.seconds, **dict(counts)}
-    return {"ours_us": 1e6 * child.seconds, "figures": figures}
-
-
-def empty_caches(folder: str) -> dict[str, str]:
-    """An environment in which kernels and findings are kept in a folder, and lines are not cut."""
-    own = Path(folder, "own")
-    own.mkdir(mode=0o700, exist_ok=True)
-    return {"TRITON_CACHE_DIR": f"{folder}/triton", CACHE_VARIABLE: str(own), "COLUMNS": "400"}
 
 
 def first_tokens(name: str, workload: Workload, device: torch.device) -> dict[str, float]:
     """Seconds of a new process to its first token, and for two rollouts after it."""
     model: Any = build_model(name, device)
     prompts = workload.prompts("cold start", model.config.vocab_size)
-    sampling = SamplingParams(max_tokens=workload.longest, ignore_eos=True)
+    sampling = workload.requests()
     seconds: dict[str, float] = {}
+
+    def first_token(began: float) -> float:
+        found: list[float] = []
+
+        def progress(tokens: int, finished: int, total: int) -> None:
+            if tokens and not found:
+                found.append(time.perf_counter() - began)
+
+        engine.generate(prompts, sampling, progress=progress)
+        return found[0]
+
     with patch(model):
         began = finished_seconds(device)
         blocks = workload.kv_blocks(16)
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=blocks, quiet=True)
         seconds["engine_seconds"] = time.perf_counter() - began
-        seconds["first_token_seconds"] = _first_token(engine, prompts, sampling, began)
+        seconds["first_token_seconds"] = first_token(began)
         seconds["to_first_rollout_seconds"] = time.perf_counter() - began
         # The same prompts again: all but the end of each comes out of the prefix cache.
         for again in ("known_prompts_seconds", "warmed_seconds"):
-            seconds[again] = _first_token(engine, prompts, sampling, time.perf_counter())
+            seconds[again] = first_token(time.perf_counter())
         began = time.perf_counter()
-        engine.warm_up(sampling)
+        engine.warm_up(sampling[0])
         seconds["warm_up_seconds"] = time.perf_counter() - began
     return seconds
 
 
-def _first_token(engine: RolloutEngine, prompts: Any, sampling: Any, began: float) -> float:
-    """Seconds from `began` to the first token of a `generate`."""
-    found: list[float] = []
-
-    def progress(tokens: int, finished: int, total: int) -> None:
-        if tokens and not found:
-            found.append(time.perf_counter() - began)
-
-    engine.generate(prompts, sampling, progress=progress)
-    return found[0]
-
-
-def main() -> None:
-    """Write one process's figures."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("model")
-    parser.add_argument("sizes", type=int, nargs=4)
-    parser.add_argument("answer", type=Path)
-    parser.add_argument("--device", default="cuda")
-    args = parser.parse_args()
-    workload, device = Workload.equal(*args.sizes), torch.device(args.device)
-    args.answer.write_text(json.dumps(first_tokens(args.model, workload, device)), "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    model, where, *numbers = sys.argv[1:]
+    print(json.dumps(first_tokens(model, Workload.equal(*map(int, numbers)), torch.device(where))))

@@ -1,4 +1,4 @@
-"""What the rollout benches ask of an engine, and the bytes that a decode step cannot do without.
+"""What the rollout benches ask of an engine.
 
 Prompts and lengths are functions of fixed seeds, so that every way of generating gets the same
 work. Every run of a workload draws fresh prompts: no cache may know them from the run before.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_consistency.models.forward import cache_sizes
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 MEDIAN_SHARE, SPREAD = 0.35, 0.6
@@ -72,52 +70,11 @@ class Workload:
         distinct = [draw.choices(range(vocabulary), k=length) for _ in range(self.groups)]
         return [distinct[i // self.group_size] for i in range(self.sequences)]
 
+    def requests(self, **options: Any) -> list[SamplingParams]:
+        """Sampling parameters of each sequence: so many tokens, whatever they are."""
+        return [SamplingParams(max_tokens=n, ignore_eos=True, **options) for n in self.lengths()]
+
     def kv_blocks(self, block_size: int) -> int:
         """Cache blocks with room for every sequence at its full length, nothing shared."""
         tokens = (self.prompt_len + n + TOKENS_BEYOND for n in self.lengths())
         return sum(-(-each // block_size) for each in tokens)
-
-
-def requests(lengths: Sequence[int], **options: Any) -> list[SamplingParams]:
-    """Sampling parameters of each sequence: so many tokens, whatever they are."""
-    return [SamplingParams(max_tokens=n, ignore_eos=True, **options) for n in lengths]
-
-
-@dataclass(frozen=True)
-class DecodeBytes:
-    """Bytes that decoding must read from memory.
-
-    A step reads every weight once (of an embedding that is not the LM head only a few rows, which
-    are not counted) and, for each sequence, the keys and values of all its tokens. Of a mixture of
-    experts it reads the experts that its tokens are routed to. What it writes and its activations
-    are under a percent of that and are left out.
-    """
-
-    weights: int
-    """Weights that one step reads, without experts."""
-    per_token: int
-    """Keys and values of one token in all layers."""
-    per_expert: int = 0
-    """The weights of one expert of one layer; 0 in a dense model."""
-
-    @classmethod
-    def of(cls, model: Any) -> DecodeBytes:
-        """The bytes that decoding with a causal LM must read."""
-        table = model.get_input_embeddings().weight
-        weights = sum(p.nbytes for p in model.parameters())
-        if table is not model.get_output_embeddings().weight:
-            weights -= table.nbytes
-        sparse = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-        experts = [(layer.gate_up_proj, layer.down_proj) for layer in sparse]
-        weights -= sum(p.nbytes for pair in experts for p in pair)
-        per_expert = sum(p[0].nbytes for p in experts[0]) if experts else 0
-        layers, kv_heads, head_dim = cache_sizes(model)
-        return cls(weights, 2 * layers * kv_heads * head_dim * model.dtype.itemsize, per_expert)
-
-    def read(self, steps: int, tokens: float, experts_hit: float = 0.0) -> float:
-        """Bytes of so many steps that attend to `tokens` tokens in all. `experts_hit` is that of
-        one step, added up over the layers; ValueError where a mixture of experts has none."""
-        if self.per_expert and not experts_hit:
-            raise ValueError("the bytes of a mixture of experts depend on the experts hit.")
-        weights = self.weights + experts_hit * self.per_expert
-        return steps * weights + tokens * self.per_token

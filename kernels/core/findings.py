@@ -73,12 +73,8 @@ SHORTEST_US, LONGEST_US = 1e-3, 1e9
 MOST_PICKS = 4096
 """Answers that each pick remembers."""
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """How files spell a dtype that has a canonical order."""
-    return _DTYPES[dtype]
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""How files spell the dtypes that have a canonical order."""
 
 
 def rows_bucket(rows: int) -> int:
@@ -90,7 +86,7 @@ def rows_bucket(rows: int) -> int:
 
 def work_name(op: str, *parts: Any, rows: int) -> str:
     """How files and reports spell a work: `matmul/nt/bf16/bf16/tma/n4096/k1024/m16`, say."""
-    spelled = [_DTYPES.get(part, part) for part in parts]
+    spelled = [DTYPE_NAMES.get(part, part) for part in parts]
     return "/".join([op, *map(str, spelled), f"m{rows_bucket(rows)}"])
 
 

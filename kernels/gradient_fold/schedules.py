@@ -168,7 +168,7 @@ def expected_us(
     """Microseconds for an [n, k] gradient over `tokens`, or for many in one launch.
 
     The figures are those of an H200: least squares of the log of expected by measured time, over
-    half of the shapes of `benchmarks/tune/random_h200.json`. The other half judges them, in
+    half of the shapes of `benchmarks/results/h200_random.json`. The other half judges them, in
     tests/kernels/gradient_fold/test_fold_pick_quality.py. On another GPU they may cost speed.
     """
     of_the_busiest = cdiv(gradients * schedule.tiles(n, k), processors)

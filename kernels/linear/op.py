@@ -238,7 +238,10 @@ def _folded(
     weight_grad, bias_grad = ctx.buffers
     wanted = ctx.needs_input_grad[at:]
     dweight = folded_weight(ctx, dy, x, weight, weight_grad) if wanted[0] else None
-    return dweight, folded_bias(ctx, dy, bias, bias_grad) if wanted[1] else None
+    if not wanted[1]:
+        return dweight, None
+    columns = lambda g, fresh: fold_columns(g, dy, fresh=fresh)  # noqa: E731
+    return dweight, fold_parameter(ctx, bias, bias_grad, columns, overwrites=True)
 
 
 def folded_weight(
@@ -248,13 +251,6 @@ def folded_weight(
     are folded, with dy [R, N]."""
     return fold_parameter(
         ctx, weight, buffer, lambda g, fresh: fold_outer(g, dy, x(), fresh=fresh), overwrites=True
-    )
-
-
-def folded_bias(ctx: Any, dy: Tensor, bias: Tensor, buffer: GradientBuffer | None) -> Tensor | None:
-    """What a backward function returns for the bias of rows with dy [R, N]."""
-    return fold_parameter(
-        ctx, bias, buffer, lambda g, fresh: fold_columns(g, dy, fresh=fresh), overwrites=True
     )
 
 

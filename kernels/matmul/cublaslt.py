@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
-from rl_consistency.kernels.core.findings import Findings, dtype_name, findings_of
+from rl_consistency.kernels.core.findings import DTYPE_NAMES, Findings, findings_of
 from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.core.torch_op import PLAIN
 from rl_consistency.kernels.matmul import audit
@@ -80,7 +80,7 @@ class Key:
     @cached_property
     def name(self) -> str:
         """How files spell the key."""
-        dtypes = f"{dtype_name(self.dtype)}/{dtype_name(self.out_dtype)}"
+        dtypes = f"{DTYPE_NAMES[self.dtype]}/{DTYPE_NAMES[self.out_dtype]}"
         bias = "bias" if self.bias else "plain"
         return f"{self.layout}/{dtypes}/{bias}/n{self.n}/k{self.k}/m{self.rows}"
 

@@ -101,7 +101,8 @@ def row_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.new_zeros((num_rows, num_columns), dtype=torch.float32)
     tiles = max(cdiv(num_rows, TILE_ROWS), MIN_TILES)
     a = F.pad(a.float(), (0, 0, 0, tiles * TILE_ROWS - num_rows)).contiguous()
-    b = _padded_columns(b.float())
+    ragged = -num_columns % COLUMN_MULTIPLE
+    b = F.pad(b.float(), (0, ragged)) if ragged else b.float()
     product = torch.bmm(
         aligned(a).view(tiles, TILE_ROWS, inner), aligned(b).expand(tiles, inner, b.shape[1])
     )
@@ -118,8 +119,3 @@ def tile_matmul(a: Tensor, b: Tensor) -> Tensor:
         a = F.pad(a, (0, 0, 0, 0, 0, MIN_TILES - count))
         b = F.pad(b, (0, 0, 0, 0, 0, MIN_TILES - count))
     return torch.bmm(a, b)[:count]
-
-
-def _padded_columns(b: Tensor) -> Tensor:
-    ragged = -b.shape[1] % COLUMN_MULTIPLE
-    return F.pad(b, (0, ragged)) if ragged else b

@@ -6,9 +6,9 @@ the user's before the shipped ones, else of the expected cost.
 
 The cost: tiles are dealt out to the multiprocessors. The busiest one sets the pace, and its loops
 partly hide the way of the operands from memory. The figures are those of an H200: least squares of
-the log of expected by measured time, over half of the shapes of `benchmarks/tune/random_h200.json`.
-The other half judges them, in tests/kernels/matmul/test_pick_quality.py. On another GPU they may
-cost speed.
+the log of expected by measured time, over half of the shapes of
+`benchmarks/results/h200_random.json`. The other half judges them, in
+tests/kernels/matmul/test_pick_quality.py. On another GPU they may cost speed.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.rms_norm.schedules import (
     CHUNK_TOKENS,
     NARROW,
+    NARROW_WIDTH,
     NarrowSchedule,
     NormSchedule,
     block_width,
     chunk_rows,
-    is_narrow,
     pick_backward,
     pick_forward,
     within_shared,
@@ -409,8 +409,12 @@ def rms_norm_bwd(
     if dx.numel() == 0:
         return dx, sums
     operands = [rows_of(t) for t in (dy, x, dtotal) if t is not None]
-    narrow = schedule is None and is_narrow(width, rows_per_token)
-    if narrow and all(fits(rows, width, num_rows, rows_per_token) for rows in operands):
+    short = rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
+    if (
+        schedule is None
+        and short
+        and all(fits(rows, width, num_rows, rows_per_token) for rows in operands)
+    ):
         chosen = NARROW
     if isinstance(chosen, NarrowSchedule):
         kernel, options = _narrow_kernel, _narrow_options(chosen, width, rows_per_token)

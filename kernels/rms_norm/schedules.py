@@ -101,11 +101,6 @@ def chunk_rows(rows_per_token: int) -> int:
     return next_power_of_2(CHUNK_TOKENS * rows_per_token)
 
 
-def is_narrow(width: int, rows_per_token: int) -> bool:
-    """Whether the narrow kernel is made for such rows."""
-    return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
-
-
 def candidates(width: int, rows_per_token: int | None = None) -> list[NormSchedule]:
     """Schedules worth timing: of the wide backward kernel, or of the forward pass if
     `rows_per_token` is None."""

@@ -29,7 +29,6 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     BLOCK,
     VOCABULARY_BLOCK,
     launch_options,
-    row_operands,
     scaled_logits,
     supported,
 )
@@ -72,16 +71,10 @@ def uniforms_kernel(keys, positions, uniforms, num_rows, row_stride, word_stride
 def philox_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys [n, 5] int64, any strides, and positions [n] int64: [n] fp64."""
     uniforms = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
-    num_rows = positions.shape[0]
+    positions, num_rows = positions.contiguous(), positions.shape[0]
     if num_rows:
         uniforms_kernel[(cdiv(num_rows, UNIFORM_ROWS),)](
-            keys,
-            positions.contiguous(),
-            uniforms,
-            num_rows,
-            *keys.stride(),
-            R=UNIFORM_ROWS,
-            num_warps=4,
+            keys, positions, uniforms, num_rows, *keys.stride(), R=UNIFORM_ROWS, num_warps=4
         )
     return uniforms
 
@@ -94,12 +87,11 @@ WEIGHT_UNIT = tl.constexpr(2.0**52)
 
 @triton.jit
 def logprobs_of(
-    z, row, column, inside, temperature, support, top, log_normalizer, num_rows,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr,
-):  # fmt: skip
+    z, row, column, inside, temperature, support, top, log_normalizer, num_rows, UNIT: tl.constexpr
+):
     """[R, C] logprobs of entries z of rows [R], -inf outside the support; columns [R or 1, C]."""
     s = scaled_logits(z, tl.load(temperature + row, mask=inside, other=1.0), UNIT)
-    if TRUNCATES:
+    if support is not None:
         s = supported(s, column, support, row, num_rows, inside)
     s -= tl.load(top + row, mask=inside, other=0.0)[:, None]
     return s - tl.load(log_normalizer + row, mask=inside, other=0.0)[:, None]
@@ -116,7 +108,7 @@ def integer_weights(logprobs):
 @triton.jit
 def block_weights(
     block, row, logits, temperature, support, top, log_normalizer, num_rows, vocabulary, row_stride,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Integer weights of the ids of blocks [B] of one row: [B, 128] int64."""
     column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
@@ -124,23 +116,22 @@ def block_weights(
     z = tl.load(at, mask=column < vocabulary, other=-float("inf"))
     rows = row + tl.arange(0, 1)
     logprobs = logprobs_of(
-        z, rows, column, rows < num_rows, temperature, support, top, log_normalizer, num_rows,
-        UNIT, TRUNCATES,
-    )  # fmt: skip
+        z, rows, column, rows < num_rows, temperature, support, top, log_normalizer, num_rows, UNIT
+    )
     return integer_weights(logprobs)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def weights_kernel(
     logits, temperature, support, top, log_normalizer, weights, num_rows, vocabulary, num_blocks,
-    row_stride, UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
+    row_stride, UNIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Weight of each block: weights [T, num_blocks] int64."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     found = block_weights(
         block, row, logits, temperature, support, top, log_normalizer, num_rows, vocabulary,
-        row_stride, UNIT, TRUNCATES,
+        row_stride, UNIT,
     )  # fmt: skip
     tl.store(weights + row * num_blocks + block, tl.sum(found, axis=1), mask=block < num_blocks)
 
@@ -149,7 +140,7 @@ def weights_kernel(
 def pick_kernel(
     logits, temperature, support, top, log_normalizer, weights, uniforms, token_ids, num_rows,
     vocabulary, num_blocks, row_stride,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first id with a cumulative weight above min(floor(u * total), total - 1)."""
     row = tl.program_id(0).to(tl.int64)
@@ -174,7 +165,7 @@ def pick_kernel(
         seen += tl.sum(weight)
     found = block_weights(
         passed + tl.arange(0, 1), row, logits, temperature, support, top, log_normalizer, num_rows,
-        vocabulary, row_stride, UNIT, TRUNCATES,
+        vocabulary, row_stride, UNIT,
     )  # fmt: skip
     cumulative = before + tl.cumsum(tl.reshape(found, (VOCABULARY_BLOCK,)))
     within = tl.sum((cumulative <= threshold).to(tl.int32))
@@ -184,7 +175,7 @@ def pick_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def logprobs_kernel(
     logits, temperature, support, top, log_normalizer, token_ids, logprobs, num_rows, vocabulary,
-    row_stride, UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr,
+    row_stride, UNIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Logprob of one id of each row; NaN for an id outside the vocabulary."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -195,7 +186,7 @@ def logprobs_kernel(
     z = tl.load(at, mask=known, other=float("nan"))
     found = logprobs_of(
         z[:, None], row, column[:, None], inside, temperature, support, top, log_normalizer,
-        num_rows, UNIT, TRUNCATES,
+        num_rows, UNIT,
     )  # fmt: skip
     found = tl.where(known, tl.reshape(found, (ROWS,)), float("nan"))
     tl.store(logprobs + row, found, mask=inside)
@@ -221,9 +212,9 @@ def vocabulary_draw(
         return token_ids
     num_blocks = cdiv(vocabulary, BLOCK)
     weights = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=logits.device)
-    rows = (*row_operands(logits, temperature, support), top, log_normalizer, weights)
+    rows = (logits, temperature, support, top, log_normalizer, weights)
     sizes = (num_rows, vocabulary, num_blocks, logits.stride(0))
-    options = launch_options(UNIT=unit_temperature, TRUNCATES=support is not None)
+    options = launch_options(UNIT=unit_temperature)
     weights_kernel[(num_rows, cdiv(num_blocks, WEIGHT_BLOCKS))](
         *rows, *sizes, BLOCKS=WEIGHT_BLOCKS, **options
     )
@@ -249,10 +240,8 @@ def vocabulary_logprobs(
     logprobs = torch.empty_like(log_normalizer)
     if num_rows:
         logprobs_kernel[(cdiv(num_rows, LOGPROB_ROWS),)](
-            *row_operands(logits, temperature, support), top, log_normalizer,
-            token_ids.contiguous(), logprobs, num_rows, vocabulary, logits.stride(0),
-            **launch_options(
-                UNIT=unit_temperature, TRUNCATES=support is not None, ROWS=LOGPROB_ROWS
-            ),
+            logits, temperature, support, top, log_normalizer, token_ids.contiguous(), logprobs,
+            num_rows, vocabulary, logits.stride(0),
+            **launch_options(UNIT=unit_temperature, ROWS=LOGPROB_ROWS),
         )  # fmt: skip
     return logprobs

@@ -117,7 +117,7 @@ def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows,
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_statistics_kernel(
     logits, temperature, support, partials, num_rows, vocabulary, num_blocks, row_stride, plane,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS * BLOCKS) // BLOCKS  # [ROWS * BLOCKS]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, ROWS * BLOCKS) % BLOCKS
@@ -131,7 +131,7 @@ def row_statistics_kernel(
     high = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
     t = tl.load(temperature + row, mask=inside, other=1.0)
     low, high = scaled_logits(low, t, UNIT), scaled_logits(high, t, UNIT)
-    if TRUNCATES:
+    if support is not None:
         high = supported(high, column, support, row, num_rows, inside)
         low = supported(low, column - VOCABULARY_BLOCK // 2, support, row, num_rows, inside)
     top, sums, weighted = block_statistics(low, high, ROWS * BLOCKS, True)
@@ -165,7 +165,7 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def shift_kernel(
     logits, temperature, support, shift, shifted, num_rows, vocabulary, row_stride,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -173,7 +173,7 @@ def shift_kernel(
     z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)  # [1, COLUMNS]
     one = tl.arange(0, 1)
     s = scaled_logits(z, tl.load(temperature + row + one), UNIT)
-    if TRUNCATES:
+    if support is not None:
         s = supported(s, column, support, row + one, num_rows, row + one < num_rows)
     tl.store(shifted + row * vocabulary + column, s - tl.load(shift + row), mask=inside)
 
@@ -182,13 +182,6 @@ def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tens
     """Memory for the statistics of every block: [3, blocks, num_rows] fp32."""
     shape = (3, cdiv(vocabulary, BLOCK), num_rows)
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def row_operands(
-    logits: Tensor, temperature: Tensor, support: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """First operands of every kernel over rows of logits; kernels never read a missing support."""
-    return logits, temperature, temperature if support is None else support
 
 
 def launch_options(warps: int = 4, **constants: bool | int) -> dict[str, Any]:
@@ -215,9 +208,8 @@ def vocabulary_row_statistics(
     grid = (cdiv(num_rows, plan.rows), cdiv(num_blocks, plan.blocks))
     sizes = {"ROWS": plan.rows, "BLOCKS": plan.blocks}
     row_statistics_kernel[grid](
-        *row_operands(logits, temperature, support), partials, num_rows, vocabulary, num_blocks,
-        logits.stride(0), partials.stride(0),
-        **launch_options(plan.warps, UNIT=unit_temperature, TRUNCATES=support is not None, **sizes),
+        logits, temperature, support, partials, num_rows, vocabulary, num_blocks, logits.stride(0),
+        partials.stride(0), **launch_options(plan.warps, UNIT=unit_temperature, **sizes),
     )  # fmt: skip
     return partials
 
@@ -256,10 +248,7 @@ def vocabulary_shifted(
     if shifted.numel() == 0:
         return shifted
     shift_kernel[(num_rows, cdiv(vocabulary, SHIFT_COLUMNS))](
-        *row_operands(logits, temperature, support), shift, shifted, num_rows, vocabulary,
-        logits.stride(0),
-        **launch_options(
-            UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
-        ),
+        logits, temperature, support, shift, shifted, num_rows, vocabulary, logits.stride(0),
+        **launch_options(UNIT=unit_temperature, COLUMNS=SHIFT_COLUMNS),
     )  # fmt: skip
     return shifted

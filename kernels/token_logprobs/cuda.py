@@ -58,11 +58,6 @@ class Plan:
     gradient: str  # name in `GRADIENT_SCHEDULES`, or `UNFUSED`
     keeps_logits: bool = False  # whether the first chunk's logits wait for backward
 
-    @property
-    def forward_chunk(self) -> int:
-        """Rows of one forward product."""
-        return self.chunk_tokens if self.statistics == UNFUSED else STATISTICS_CHUNK
-
 
 def choose_plan(
     hidden: Tensor, weight: Tensor, rows: SamplingRows, chunk_tokens: int | None = None
@@ -126,9 +121,10 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         targets = targets.contiguous()
         kept = slice(0, min(plan.chunk_tokens, hidden.shape[0]) if plan.keeps_logits else 0)
         logits = lm_head_logits(hidden[kept], weight) if kept.stop else None
+        at_once = plan.chunk_tokens if plan.statistics == UNFUSED else STATISTICS_CHUNK
         pieces = [
             _scores(hidden[span], weight, targets[span], rows.select(span), plan)
-            for span in chunks(hidden.shape[0], plan.forward_chunk, kept.stop)
+            for span in chunks(hidden.shape[0], at_once, kept.stop)
         ]
         if logits is not None:
             _kept[:] = [weakref.ref(logits)]
@@ -152,7 +148,9 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         found = (top, log_normalizer, entropy, dlogprobs, dentropy, targets, IGNORED)
         table = token_gradient_table(rows.temperature.contiguous(), *found)
         spans = chunks(hidden.shape[0], plan.chunk_tokens)
-        room = _logit_room(weight, min(plan.chunk_tokens, hidden.shape[0]))
+        vocabulary, most = weight.shape[0], min(plan.chunk_tokens, hidden.shape[0])
+        # A descriptor stores whole lines, so rows are padded to 64.
+        room = weight.new_empty((most, cdiv(vocabulary, 64) * 64))[:, :vocabulary]
 
         def write(span: slice, logits: Tensor | None = None) -> Tensor:
             dlogits, part = room[: span.stop - span.start], table[:, span]
@@ -217,9 +215,3 @@ def _write_gradient(
         token_row_gradient(logits, table, dlogits, rows.unit_temperature)
     else:
         token_gradient(hidden, weight, table, dlogits, rows.unit_temperature, plan.gradient)
-
-
-def _logit_room(weight: Tensor, count: int) -> Tensor:
-    """[count, V] in the model dtype. A descriptor stores whole lines, so rows are padded to 64."""
-    vocabulary = weight.shape[0]
-    return weight.new_empty((count, cdiv(vocabulary, 64) * 64))[:, :vocabulary]

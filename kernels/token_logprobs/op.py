@@ -105,8 +105,10 @@ def token_logprobs(
             f"token_logprobs: chunk_tokens {chunk_tokens}; a multiple of {STEP} is needed."
         )
     require_targets(targets, hidden, weight.shape[0], values=check_targets)
-    score = triton_token_logprobs if hidden.is_cuda else cpu_token_logprobs
-    return score(hidden, weight, targets, rows, chunk_tokens, weight_grad)
+    if hidden.is_cuda:
+        return triton_token_logprobs(hidden, weight, targets, rows, chunk_tokens, weight_grad)
+    chunk_tokens = chunk_tokens or CHUNK_TOKENS
+    return apply(_TokenLogprobs, hidden, weight, targets, rows, chunk_tokens, weight_grad)
 
 
 def token_logprobs_reference(
@@ -118,19 +120,7 @@ def token_logprobs_reference(
 
 
 CHUNK_TOKENS = 1024
-
-
-def cpu_token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rows: SamplingRows,
-    chunk_tokens: int | None = None,
-    weight_grad: GradientBuffer | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` in the order of a CPU; operands are not checked."""
-    chunk_tokens = chunk_tokens or CHUNK_TOKENS
-    return apply(_TokenLogprobs, hidden, weight, targets, rows, chunk_tokens, weight_grad)
+"""Rows whose logits exist at one time on a CPU, unless the caller says so."""
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """What runs on a model's forward path, and why each part may be trusted.
 
-`patch` refuses a model with an unsupported row, `session.report()` returns the table of a model,
+`patch` refuses a model that would have an unsupported row, `session.report()` returns the table,
 and `python -m rl_consistency.models.coverage` prints both with every order.
 """
 
@@ -47,16 +47,6 @@ class CoverageTable:
     @property
     def unsupported(self) -> tuple[CoverageRow, ...]:
         return tuple(row for row in self.rows if row.verdict is Verdict.UNSUPPORTED)
-
-    def require_supported(self) -> None:
-        """UnsupportedModelError naming the first unsupported module and how many there are."""
-        if self.unsupported:
-            row = self.unsupported[0]
-            raise families.UnsupportedModelError(
-                f"module {row.name or 'root'} ({row.kind}) {row.basis} ({len(self.unsupported)} "
-                "such places). Undo it (merge adapters, load without quantization, keep what the "
-                f"config makes), or use one of {', '.join(families.FAMILIES.values())}."
-            )
 
     def __str__(self) -> str:
         header = ("name", "kind", "verdict", "basis")

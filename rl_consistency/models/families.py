@@ -319,10 +319,8 @@ def check_code(config: PreTrainedConfig) -> None:
 
 
 def check_implementations(config: PreTrainedConfig) -> None:
-    """UnsupportedModelError for a function of experts or attention that is not transformers' own.
-
-    A part may have a config of its own, which it takes them from.
-    """
+    """UnsupportedModelError for a function of experts or attention that is not transformers' own;
+    a part may take them from a config of its own."""
     for function in _of_experts(config):
         if not _is_of_a_library(function):
             raise UnsupportedModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +57,12 @@ class _Taken(NamedTuple):
     canonical: type[nn.Module]
 
 
-class PatchSession:
+class PatchSession(AbstractContextManager["PatchSession"]):
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
     Parameters keep their places and names: optimizers, `state_dict`, `save_pretrained` and gradient
-    checkpointing work as before, and gradients are ordinary ones to autograd, which sums them as
-    one fold over all backward passes since `zero_grad`.
+    checkpointing work as before. Autograd sums gradients as one fold over all backward passes since
+    `zero_grad`.
     """
 
     def __init__(self, model: nn.Module, *, captures: bool = True):
@@ -82,9 +82,6 @@ class PatchSession:
         self._settings_found = read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
         weakref.finalize(self, self._settings.close)
-
-    def __enter__(self) -> PatchSession:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.restore()
@@ -113,8 +110,10 @@ class PatchSession:
         for _, module in restored:
             for attribute in ADDED:
                 module.__dict__.pop(attribute, None)
-        for parameter in self._widened.values():
-            restore_gradient_dtype(parameter)
+        for parameter in self._widened.values():  # a gradient that is there is rounded
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self._widened.clear()
         self._taken.clear()
         self._settings.close()
@@ -204,16 +203,16 @@ class PatchSession:
             raise ConsistencyError(
                 f"ops on their stock path here: {stock}. Leave strict(...) or unset {VARIABLE}."
             )
-        different, tokens = self._compare_alone_and_together()
-        if different:
+        differ = self._differ_alone_and_together()
+        if differ.any():
             raise ConsistencyError(
-                f"{different} of {tokens} probe tokens depend on their neighbours; see "
-                "`rl-consistency verify` for the op."
+                f"{int(differ.sum())} of {len(differ)} probe tokens depend on their neighbours; "
+                "see `rl-consistency verify` for the op."
             )
 
     @torch.no_grad()
-    def _compare_alone_and_together(self) -> tuple[int, int]:
-        """How many of the probe's tokens differ between alone and together, and how many it has."""
+    def _differ_alone_and_together(self) -> torch.Tensor:
+        """Which of the probe's tokens have other bytes alone than together."""
         model: Any = self.model
         device, forward = next(model.parameters()).device, model.model.packed_forward
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -226,7 +225,7 @@ class PatchSession:
             layout = PackedSequences.of([0], [len(tokens)])
             alone.append(forward(ids.to(device), positions.to(device), layout))
         bits = [hidden.float().view(torch.int32) for hidden in (together, torch.cat(alone))]
-        return int((bits[0] != bits[1]).any(dim=1).sum()), len(together)
+        return (bits[0] != bits[1]).any(dim=1)
 
     def _swap_to_stock(self) -> list[tuple[_Taken, nn.Module]]:
         """Swap the modules that are left, which it returns; ValueError, and no swap, if one has a
@@ -324,7 +323,12 @@ def patch(
         )
     families.check_head(model)
     families.check_model(model)
-    coverage(model).require_supported()
+    if found := faults(model):
+        raise UnsupportedModelError(
+            f"{found[0]} ({len(found)} such places). Undo it (merge adapters, load without "
+            "quantization, keep what the config makes), or use one of "
+            f"{', '.join(families.FAMILIES.values())}."
+        )
     session = PatchSession(model, captures=cuda_graphs)
     try:
         session._settings.enter_context(numeric_settings())
@@ -380,10 +384,3 @@ def _gradient_buffers(
         for (module, name), buffer in zip(places, buffers, strict=True):
             found[module][name] = buffer
     return found
-
-
-def restore_gradient_dtype(parameter: nn.Parameter) -> None:
-    """Let the gradient have the parameter's dtype, with a present one rounded to it."""
-    gradient, parameter.grad = parameter.grad, None
-    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

@@ -123,12 +123,11 @@ def _wrapper_of(policy: nn.Module) -> str | None:
     if policy in _UNWRAPPED or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     for found in gc.get_objects():
-        if not issubclass(type(found), nn.Module):
-            continue
-        # Others' modules may be scripted, or not be initialised yet.
-        children = vars(found).get("_modules")
-        if isinstance(children, dict) and children.get("module") is policy:
-            return type(found).__name__
+        if issubclass(type(found), nn.Module):
+            # Others' modules may be scripted, or not be initialised yet.
+            children = vars(found).get("_modules")
+            if isinstance(children, dict) and children.get("module") is policy:
+                return type(found).__name__
     _UNWRAPPED.add(policy)
     return None
 
@@ -140,9 +139,8 @@ def has_zero3(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, every parameter of the policy is whole and plain, and neither forward nor
-    backward passes speak with other ranks: for rollouts, gradient checks, digests and checkpoints.
-    Yields the policy.
+    """Inside the block, every parameter of the policy, which it yields, is whole and plain, and
+    neither forward nor backward passes speak with other ranks: for rollouts, digests and checks.
 
     Every rank enters it. What is written to parameters inside is lost. It may be nested, and does
     nothing to a policy that is not sharded.

@@ -61,13 +61,8 @@ def stock_captured_attention(
     # Places after a sequence's last key read its first key instead: an earlier sequence may have
     # left NaN there, which a weight of 0 would not remove.
     index = torch.where(key < numbers.context_len[:, None], places, places[:, :1]).view(-1)
-    k, v = (
-        cache[layer]
-        .view(-1, *cache[layer].shape[2:])
-        .index_select(0, index)
-        .view(sequences, keys, *cache[layer].shape[2:])
-        for cache in (layout.key_cache, layout.value_cache)
-    )
+    caches = (layout.key_cache[layer].flatten(0, 1), layout.value_cache[layer].flatten(0, 1))
+    k, v = (rows.index_select(0, index).unflatten(0, (sequences, keys)) for rows in caches)
     kv_heads, heads, head_dim = k.shape[2], q.shape[1], q.shape[2]
     last = numbers.context_len - 1
     token = torch.arange(queries, device=q.device)
@@ -79,14 +74,13 @@ def stock_captured_attention(
     group = heads // kv_heads
     grouped = q.view(sequences, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     attended = F.scaled_dot_product_attention(
-        grouped.reshape(sequences, kv_heads, group * queries, head_dim),
+        grouped.flatten(2, 3),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=visible.repeat(1, group, 1)[:, None],
         scale=scale,
     )
-    attended = attended.view(sequences, kv_heads, group, queries, head_dim)
-    return attended.permute(0, 3, 1, 2, 4).reshape(q.shape)
+    return attended.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def stock_scores(

@@ -31,13 +31,10 @@ class StepLoop:
     """Serves the sequences of one rollout, step by step."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, blocks: BlockManager) -> None:
-        self._runner = runner
-        self._scheduler = scheduler
-        self._blocks = blocks
+        self._runner, self._scheduler, self._blocks = runner, scheduler, blocks
         self._in_flight: PendingStep | None = None
         self._has_begun = self._is_abandoned = False
-        self._started = perf_counter()
-        self._waited = 0.0
+        self._started, self._waited = perf_counter(), 0.0
         self.statistics = scheduler.statistics
 
     @property
@@ -59,9 +56,7 @@ class StepLoop:
         """Launch the next step, then take in the one before; returns the sequences that ended."""
         self._has_begun = True
         began, waited = perf_counter(), self._waited
-        ended: list[RolloutSequence] = []
-        if self._scheduler.prefers_report:
-            ended += self._take_in()
+        ended = self._take_in() if self._scheduler.prefers_report else []
         launched = self._launch()
         try:
             ended += self._take_in()
@@ -84,11 +79,7 @@ class StepLoop:
         launched = self._runner.launch(chunks)
         # Not before the launch succeeded: no block may be shared that no step writes.
         self._scheduler.mark_launched(chunks)
-        statistics, blocks = self.statistics, self._blocks
-        statistics.steps += 1
-        statistics.replayed_prefills += launched.replayed_prefill
-        in_use = blocks.num_blocks - blocks.num_free_blocks
-        statistics.peak_kv_blocks = max(statistics.peak_kv_blocks, in_use)
+        self.statistics.replayed_prefills += launched.replayed_prefill
         return launched
 
     def _take_in(self) -> list[RolloutSequence]:
@@ -97,8 +88,7 @@ class StepLoop:
             return []
         in_flight, self._in_flight = self._in_flight, None
         before = perf_counter()
-        sampled = in_flight.wait()
-        now = perf_counter()
+        sampled, now = in_flight.wait(), perf_counter()
         self._waited += now - before
         ended = self._scheduler.take_in(in_flight.chunks, sampled)
         for sequence in self._scheduler.started:
@@ -125,10 +115,8 @@ class RolloutEngine:
 
     A completion depends on the weights, its prompt, its sampling params, and (seed, prompt id,
     sample index), and on nothing else: not on other prompts, not on any argument of this class.
-
-    Keys and values of finished samples stay in the cache while the weights stay: a later prompt
-    that continues one computes only what is new. `fingerprint` holds the orders, versions and
-    device of the rollout side, for training to compare.
+    Keys and values of finished samples stay in the cache while the weights stay. `fingerprint`
+    holds the orders, versions and device of the rollout side, for training to compare.
 
     Threads may share an engine: `generate` waits for the `generate` of another, and each other call
     for a step under way. A `stream` or prompts of `submit` that are not finished are refused.
@@ -140,10 +128,8 @@ class RolloutEngine:
         eos_token_id: token or tokens that end a sample, or None.
         kv_block_size: tokens per KV cache block.
         num_kv_blocks: blocks in the cache; None: see `KVCache.allocate`.
-        max_batch_tokens: most tokens computed in one step. Launches op by op cost the host the same
-            whatever the size (30 ms for 28 layers, as measured), so until graphs are captured a GPU
-            waits in small steps. Large ones take more memory, and running sequences wait longer for
-            their next token.
+        max_batch_tokens: most tokens computed in one step. In small steps a GPU waits for the host;
+            large ones take more memory, and running sequences wait longer for their next token.
         max_num_seqs: most sequences running at a time; more wait.
         prefill_chunk_size: most prompt tokens of one sequence in one step; None: no such limit.
         enable_prefix_sharing: share the blocks of equal prefixes.
@@ -173,15 +159,17 @@ class RolloutEngine:
         tokenizer: Detokenizer | None = None,
         quiet: bool = False,
     ) -> None:
-        limits = {
-            "kv_block_size": kv_block_size,
-            "num_kv_blocks": num_kv_blocks,
+        self._limits = {
             "max_batch_tokens": max_batch_tokens,
             "max_num_seqs": max_num_seqs,
             "prefill_chunk_size": prefill_chunk_size,
+        }
+        sizes = {
+            "kv_block_size": kv_block_size,
+            "num_kv_blocks": num_kv_blocks,
             "tokens_per_sequence": tokens_per_sequence,
         }
-        for name, limit in limits.items():
+        for name, limit in (self._limits | sizes).items():
             if limit is not None:
                 check_integer(name, limit, 1)
         patched_session(model)
@@ -213,11 +201,6 @@ class RolloutEngine:
             shares=enable_prefix_sharing,
             quiet=quiet,
         )
-        self._limits = {
-            "max_batch_tokens": max_batch_tokens,
-            "max_num_seqs": max_num_seqs,
-            "prefill_chunk_size": prefill_chunk_size,
-        }
         self._loop = self._new_loop()
         # Reentrant: a progress callback may submit and cancel.
         self._turn = threading.RLock()  # of one `generate`
@@ -283,12 +266,9 @@ class RolloutEngine:
         progress: RolloutProgress | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[Completion]:
-        """Yield each completion as it ends; arguments and errors are those of `generate`.
-
-        A request that fails is yielded like the others, with `finish_reason` "error". Prompts
-        submitted meanwhile are finished and yielded too. Closing the iterator cancels what is
-        unfinished and drops the prefix cache.
-        """
+        """Yield each completion as it ends, failed ones with `finish_reason` "error"; arguments and
+        errors are those of `generate`. Prompts submitted meanwhile are finished and yielded too.
+        Closing the iterator cancels what is unfinished and drops the prefix cache."""
         with self._lock:
             self._require_idle("generate or stream")
             self.submit(prompts, sampling, **options)
@@ -323,8 +303,8 @@ class RolloutEngine:
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; returns whether there was anything.
 
-        Its KV blocks are free at once, and the next `step` returns its completions, with the tokens
-        known by now. If no request is left the prefix cache is dropped.
+        Its KV blocks are free at once, and the next `step` returns its completions so far. If no
+        request is left the prefix cache is dropped.
         """
         with self._lock:
             sequences = list(self._requests.live.get(request_id, ()))
@@ -346,21 +326,18 @@ class RolloutEngine:
             if not self.has_unfinished:
                 return []
             try:
-                return self._step()
+                for sequence in self._loop.step():
+                    self._requests.end(sequence)
+                completions = self._requests.take_completions()
+                if self._loop.has_unfinished:
+                    self._weights.after_step(ends_samples=bool(completions))
+                else:
+                    self._weights.after_rollout()
+                    self._weights.withdrawals()
+                return completions
             except BaseException:
                 self._abandon()
                 raise
-
-    def _step(self) -> list[Completion]:
-        for sequence in self._loop.step():
-            self._requests.end(sequence)
-        completions = self._requests.take_completions()
-        if self._loop.has_unfinished:
-            self._weights.after_step(ends_samples=bool(completions))
-        else:
-            self._weights.after_rollout()
-            self._weights.withdrawals()
-        return completions
 
     def warm_up(
         self,
@@ -373,10 +350,8 @@ class RolloutEngine:
         CUDA graphs that its decoding replays, if graphs are used.
 
         Else the first rollout compiles what its own sizes need, and the first step that needs a
-        graph captures it, while all samples wait; those of prefill are captured when a size has
-        come up a few times. Compiled kernels stay in Triton's cache on disk, where another process
-        finds them. A new hook or patch, or a parameter that changes place, drops the graphs. An
-        error of the compiler passes through.
+        graph captures it, while all samples wait. Compiled kernels stay in Triton's cache on disk.
+        A new hook or patch, or a parameter that changes place, drops the graphs.
 
         Args:
             sampling: whether it restricts the support, its speculation, and whether it draws

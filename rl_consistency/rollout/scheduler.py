@@ -150,10 +150,8 @@ class Scheduler:
 
     @property
     def prefers_report(self) -> bool:
-        """Whether too many running sequences would sit out the next step to draft after the report.
-
-        Waiting for the report costs all a small part of a step; sitting out costs a whole step.
-        """
+        """Whether too many running sequences would sit out the next step to draft after the report:
+        to wait for it costs all of them a small part of a step."""
         sitting_out = sum(
             s.num_drafted > 0 or (s.num_pending > 0 and s.speculator.length(s.num_tokens + 1) > 0)
             for s in self._running
@@ -185,6 +183,9 @@ class Scheduler:
 
     def mark_launched(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Record that the step is under way which writes the chunks' keys and values."""
+        statistics, in_use = self.statistics, self._blocks.num_blocks - self._blocks.num_free_blocks
+        statistics.steps += 1
+        statistics.peak_kv_blocks = max(statistics.peak_kv_blocks, in_use)
         for chunk in chunks:
             sequence = chunk.sequence
             # Whether a guess holds is not known: it does not count as computed yet.
@@ -307,12 +308,11 @@ class Scheduler:
                 continue  # the report ends it, or tells how much of the draft holds
             if room <= 0:
                 break
-            draft: tuple[int, ...] | None = ()
-            if sequence.drafts:
-                # Those behind it get a token each, or they would hold their blocks for nothing.
-                draft = self._draft(sequence, room - (len(self._running) - 1 - place))
-                if draft is None:
-                    continue
+            # Those behind it get a token each, or they would hold their blocks for nothing.
+            behind = len(self._running) - 1 - place
+            draft = self._draft(sequence, room - behind) if sequence.drafts else ()
+            if draft is None:
+                continue
             if end > len(sequence.block_table) * size and not self._make_room(sequence):
                 continue
             if draft and not self._blocks.grow(sequence, len(draft)):
@@ -334,12 +334,9 @@ class Scheduler:
     def _make_room(self, sequence: RolloutSequence) -> bool:
         """Get a place for the sequence's last token: while blocks are missing, the sequence
         admitted last is preempted. False if that was the sequence itself."""
-        while not self._blocks.grow(sequence):
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        return True
+        while sequence.slot is not None and not self._blocks.grow(sequence):
+            self._preempt(self._running[-1])
+        return sequence.slot is not None
 
     def _preempt(self, sequence: RolloutSequence) -> None:
         self._send_back(sequence)

@@ -1,6 +1,6 @@
 """Models of the benches by name, shapes drawn by a seed, and Liger's patches of any family."""
 
-from functools import partial
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -8,24 +8,19 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from benchmarks import peers, shapes
+from benchmarks import peers
 from benchmarks.models import ModelSizes, build_model, is_sparse, model_config, twin
 from benchmarks.peers import patch_by_liger
 from benchmarks.shapes import (
-    BYTES,
     EXPERTS,
-    FOLDS,
     HEAD_DIMS,
-    HEADS,
-    OPERATIONS,
-    WEIGHTS,
-    draw_attention,
-    draw_decode,
+    MODELS,
+    TUNED_WIDTHS,
     draw_experts,
-    draw_folds,
+    draw_heads,
     draw_models,
     draw_products,
-    draw_widths,
+    weights_of,
 )
 
 CPU = torch.device("cpu")
@@ -118,54 +113,28 @@ def test_liger_patches_its_model_and_the_modeling_file_only_inside_the_context(m
         assert patch_by_liger(model) is None
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        *(draw_products, draw_folds, draw_attention, draw_decode, draw_widths, draw_models),
-        partial(draw_experts, rows=(1, 256)),
-    ],
-)
-def test_a_seed_gives_the_same_different_shapes_and_more_of_them(draw):
-    drawn = draw(7, 40)
-    assert draw(7, 40) == drawn and draw(8, 40) != drawn
-    assert len({str(shape) for shape in drawn}) == len(drawn)
-    assert all(shape in drawn for shape in draw(7, 20))
+def test_drawn_models_are_distinct_and_of_no_table():
+    drawn = draw_models(7, 40)
+    assert draw_models(7, 20) == drawn[:20] and len(set(drawn)) == 40
+    widths = {model_config(name).hidden_size for name in drawn}
+    assert not widths & set(TUNED_WIDTHS)
+    tuned = {n for weight in weights_of(MODELS) for n in weight}
+    assert set(TUNED_WIDTHS) <= tuned
 
 
-def test_a_seed_keeps_its_shapes():
-    """Figures of a seed are compared over time."""
-    assert draw_products(0, 1) == [{"layout": "nt", "m": 3, "n": 2752, "k": 3968}]
-    assert draw_folds(0, 1) == [{"tokens": 2048, "n": 896, "k": 7360}]
-    assert draw_models(0, 1) == ["qwen3-3x2688-24/3x128-10368-40768"]
-
-
-def test_products_fit_and_have_any_number_of_rows():
-    drawn = draw_products(0, 1000)
-    rows = [shape["m"] for shape in drawn]
-    assert min(rows) == 1 and max(rows) == 16384 and any(m % 2 for m in rows if m > 100)
+def test_products_have_rows_of_every_band_and_fit():
+    drawn = [size for _, size in draw_products(Random(0), draw_models(0, 20))]
+    assert len(drawn) == 4 * len(weights_of(draw_models(0, 20)))
     for shape in drawn:
         m, small, large = shape["m"], *sorted((shape["n"], shape["k"]))
-        assert small >= 128 and small % 16 == large % 16 == 0 and large <= 262144
-        assert 2 * (m * (small + large) + small * large) <= BYTES
-        assert 2 * m * small * large <= OPERATIONS
+        assert small % 16 == large % 16 == 0 and large <= 262144
+        assert m * large <= 2048 * 262144
 
 
-def test_attention_has_every_head_size_and_no_heads_of_a_table():
-    for drawn in (draw_attention(0, 30), draw_decode(0, 30)):
-        assert [shape["head_dim"] for shape in drawn[::30]] == list(HEAD_DIMS)
-        assert not any(s["head_dim"] == 128 and s["heads"] in HEADS for s in drawn)
-
-
-def test_no_weight_or_mixture_of_a_table_is_drawn(monkeypatch):
-    tuned = {frozenset(weight) for weight in WEIGHTS} | {frozenset(fold[1:]) for fold in FOLDS}
-
-    def drawn():
-        found = draw_products(2, 400) + draw_folds(2, 400)
-        return {frozenset((shape["n"], shape["k"])) for shape in found}
-
-    assert not drawn() & tuned
-    for shape in draw_experts(0, 100, (2048, 16384)):
-        assert {k: v for k, v in shape.items() if k != "tokens"} not in list(EXPERTS.values())
-    # Without the exclusion the same seeds do meet tuned weights.
-    monkeypatch.setattr(shapes, "TUNED", frozenset())
-    assert drawn() & tuned
+def test_drawn_heads_and_experts_fit():
+    rng = Random(0)
+    for dim in HEAD_DIMS:
+        for _ in range(30):
+            heads, kv_heads = map(int, draw_heads(rng, dim)["heads"].split("/"))
+            assert heads % kv_heads == 0 and heads * dim <= 8192 and kv_heads * dim <= 2048
+    assert all(draw_experts(rng) not in EXPERTS for _ in range(100))

@@ -11,15 +11,13 @@ from rl_consistency.kernels.attention.paged_cache_triton import cache_write
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.decode_graphs import DecodeCall, buckets_up_to
-from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence
-from tests.rollout.device.launches import ahead, decoded, verified, whole
+from tests.rollout.device import launches
+from tests.rollout.device.launches import PLAIN, admitted, ahead, decoded, verified, whole
 
 pytestmark = pytest.mark.gpu
 
-PLAIN = SamplingParams(seed=3)
 WARM = SamplingParams(temperature=0.7, seed=3)
 TRUNCATED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, seed=3)
 GREEDY = SamplingParams(temperature=0.0)
@@ -49,36 +47,14 @@ def captured(model):
     return runner_of(model)
 
 
-def runner_of(model, *, cuda_graphs=True, most=MOST):
-    runner = ModelRunner(
-        model,
-        block_size=16,
-        num_blocks=BLOCKS * most,
-        max_num_seqs=most,
-        cuda_graphs=cuda_graphs,
-    )
-    for cache in [*runner._cache.keys, *runner._cache.values]:
-        cache[-1].fill_(torch.nan)  # the dummy block: nobody but padding may read it
-    return runner
+def runner_of(model, *, most=MOST, **settings):
+    sizes = {"block_size": 16, "num_blocks": BLOCKS * most, "max_num_seqs": most}
+    return launches.runner_of(model, **sizes, **settings)
 
 
 def prompts(runner, count, params=PLAIN):
-    """Admitted sequences, slots and blocks not in the order of the rows."""
-    sequences = []
-    for i in range(count):
-        sequence = RolloutSequence(
-            prompt_index=i,
-            sample_index=0,
-            prompt_id=i,
-            params=params if isinstance(params, SamplingParams) else params[i % len(params)],
-            stop_token_ids=frozenset(),
-            token_ids=[(7 * i + 3 * n + 1) % 331 for n in range(1 + 11 * i % 90)],
-        )
-        sequence.block_table = list(range((i + 1) * BLOCKS - 1, i * BLOCKS - 1, -1))
-        sequence.slot = count - 1 - i
-        runner.admit(sequence)
-        sequences.append(sequence)
-    return sequences
+    lengths = [1 + 11 * i % 90 for i in range(count)]
+    return admitted(runner, lengths, params, blocks=BLOCKS, vocabulary=331)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from rl_consistency.distributed.gradient_parts import PartOrder
@@ -91,7 +90,7 @@ def test_an_optimizer_loaded_from_its_tensors_goes_on_with_the_same_bits(dtype):
             model.weight.copy_(lifelike(8, 37 * 19).view(19, 37))
         model.weight.grad_dtype = torch.float32
         ranks = Replicated(World.join(torch.device("cuda")), PartOrder(1), model)
-        return model, PolicyOptimizer(ranks, section, Accelerator(), total_steps=6)
+        return model, PolicyOptimizer(ranks, section, total_steps=6)
 
     def steps(model, optimizer, which):
         for step in which:

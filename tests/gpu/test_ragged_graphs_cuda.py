@@ -7,18 +7,17 @@ from rl_consistency.models.forward import paged_hidden_states
 from rl_consistency.models.graph_cache import borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.calls import RaggedCall
-from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.verify.presets import build_preset
 from tests.gpu.test_decode_graphs_cuda import no_waiting
-from tests.rollout.device.launches import admitted, ahead, whole
+from tests.rollout.device import launches
+from tests.rollout.device.launches import PLAIN, admitted, ahead, whole
 
 pytestmark = pytest.mark.gpu
 
-PLAIN = SamplingParams(seed=3)
 TRUNCATED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, seed=3)
 MOST, BLOCKS = 40, 80
 """Sequences, and blocks of 16 tokens for each."""
@@ -34,10 +33,7 @@ def model(request, small_model):
 
 def runner_of(model, **settings):
     sizes = {"block_size": 16, "num_blocks": BLOCKS * MOST, "max_num_seqs": MOST}
-    runner = ModelRunner(model, **sizes, **settings)
-    for cache in [*runner._cache.keys, *runner._cache.values]:
-        cache[-1].fill_(torch.nan)  # the dummy block: only padding may read it
-    return runner
+    return launches.runner_of(model, **sizes, **settings)
 
 
 def prompts(runner, lengths, params=PLAIN):

@@ -10,15 +10,10 @@ from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 from tests.models.inventory.scores import scores
 
-HELD = {
-    "tiny-llama": {"activation", "window", "rope_settings"},
-    "tiny-mistral": {"activation", "window", "rope_settings"},
-    "tiny-olmoe": {"activation", "window", "rope_settings", "normalizes"},
-    "tiny-mixtral": {"activation", "window", "rope_settings", "normalizes"},
-}
+DENSE, SPARSE = ("tiny-llama", "tiny-mistral"), ("tiny-olmoe", "tiny-mixtral")
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
 def test_a_patched_module_holds_what_is_copied_and_nothing_before(name):
     model, met = build_preset(name), set()
     assert not any(copied_settings(model.config, module) for module in model.modules())
@@ -27,21 +22,24 @@ def test_a_patched_module_holds_what_is_copied_and_nothing_before(name):
             for key, value in copied_settings(model.config, module).items():
                 assert getattr(module, key) == value
                 met.add(key)
-    assert met == HELD[name]
+    of_routers = {"normalizes"} if name in SPARSE else set()
+    assert met == {"activation", "window", "rope_settings", *of_routers}
+
+
+def _on_all(model, name, value):
+    for module in model.modules():
+        if hasattr(module, name):
+            setattr(module, name, value)
 
 
 def _routes_normalized(model):
     model.config.norm_topk_prob = not model.config.norm_topk_prob
-    for module in model.modules():
-        if hasattr(module, "norm_topk_prob"):
-            module.norm_topk_prob = model.config.norm_topk_prob
+    _on_all(model, "norm_topk_prob", model.config.norm_topk_prob)
 
 
 def _activates_by_gelu(model):
     model.config.hidden_act = "gelu"
-    for module in model.modules():
-        if hasattr(module, "act_fn"):
-            module.act_fn = ACT2FN["gelu"]
+    _on_all(model, "act_fn", ACT2FN["gelu"])
 
 
 def _turns_faster(model):

@@ -3,6 +3,7 @@ nothing is checkpointed; selective checkpointing is refused."""
 
 import functools
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,31 +45,12 @@ def test_it_is_no_hook_and_no_change_however_often_it_is_put_there(patched):
     assert patched.check() == before
 
 
-class Scaled(functools.partial):
-    """Looks like the function that it wraps."""
-
-    def __call__(self, module, args, output):
-        return 0.5 * output
-
-
-class Answering:
-    """Has every attribute of another object."""
-
-    def __init__(self, other):
-        self.other = other
-
-    def __getattr__(self, name):
-        return getattr(self.other, name)
-
-    def __call__(self, module, args, output):
-        return 0.5 * output
-
-
-@pytest.mark.parametrize("kind", [Scaled, Answering])
-def test_what_wraps_it_is_a_hook(patched, kind):
+@pytest.mark.parametrize("wrap", [functools.partial, lambda hook: Mock(wraps=hook, spec=hook)])
+def test_what_wraps_it_is_a_hook(patched, wrap):
+    """A mock has every attribute of the function that it wraps."""
     checkpointed_once(patched.model)
     hooks = patched.model.model.embed_tokens._forward_hooks
-    patched.model.model.embed_tokens.register_forward_hook(kind(next(iter(hooks.values()))))
+    patched.model.model.embed_tokens.register_forward_hook(wrap(next(iter(hooks.values()))))
     assert patched.check().hooked
 
 

@@ -22,8 +22,7 @@ def hidden(model):
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "k_norm"])
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 def test_a_watched_part_of_the_attention_is_called(part, kind):
-    model = build_preset("tiny-qwen3")
-    seen = []
+    model, seen = build_preset("tiny-qwen3"), []
     watched = getattr(model.model.layers[0].self_attn, part)
     getattr(watched, f"register_{kind}_hook")(lambda *_: seen.append(part))
     with patch(model):
@@ -143,15 +142,11 @@ def test_a_hook_may_come_or_go_between_a_checkpointed_pass_and_its_repetition(fi
 
 
 def test_a_hook_that_the_gate_adds_is_run():
-    model = build_preset("tiny-llama")
-    seen = []
+    model, seen = build_preset("tiny-llama"), []
     with patch(model):
         mlp = model.model.layers[0].mlp
-
-        def add(*_):
-            mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
-
-        mlp.gate_proj.register_forward_hook(add)
+        add = mlp.down_proj.register_forward_hook
+        mlp.gate_proj.register_forward_hook(lambda *_: add(lambda *_: seen.append(1)) and None)
         hidden(model)
     assert seen == [1]
 

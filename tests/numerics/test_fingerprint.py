@@ -13,6 +13,8 @@ from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import strict
 
+PRECISION = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+
 
 def test_it_covers_orders_versions_device_threads_and_settings():
     entries = fingerprint().entries
@@ -30,25 +32,20 @@ def test_a_stock_op_shows():
     assert fingerprint().digest != changed.digest
 
 
-def test_a_setting_shows():
-    before = torch.get_float32_matmul_precision()
-    expected = fingerprint()
-    torch.set_float32_matmul_precision("high" if before != "high" else "highest")
+@pytest.mark.parametrize(
+    "name, get, put, other",
+    [
+        ("setting.float32_matmul_precision", *PRECISION, {"highest": "high", "high": "highest"}),
+        ("num_threads", torch.get_num_threads, torch.set_num_threads, {}),
+    ],
+)
+def test_a_setting_and_the_thread_count_show(name, get, put, other):
+    before, expected = get(), fingerprint()
+    put(changed := other[before] if other else before + 1)
     try:
-        (line,) = [line for line in expected.difference(fingerprint()) if "float32_matmul" in line]
+        assert f"{name}: {before} != {changed}" in expected.difference(fingerprint())
     finally:
-        torch.set_float32_matmul_precision(before)
-    assert line.startswith(f"setting.float32_matmul_precision: {before} != ")
-
-
-def test_the_thread_count_shows():
-    before = torch.get_num_threads()
-    expected = fingerprint()
-    torch.set_num_threads(before + 1)
-    try:
-        assert expected.difference(fingerprint()) == [f"num_threads: {before} != {before + 1}"]
-    finally:
-        torch.set_num_threads(before)
+        put(before)
 
 
 def test_an_order_shows():

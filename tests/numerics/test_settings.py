@@ -10,15 +10,17 @@ pytestmark = pytest.mark.usefixtures("nothing_held")
 
 @pytest.fixture
 def loosened():
-    """fp32 products in a lower precision, as a program around us may have set it."""
+    """Products in a lower precision and in split sums, as a program around us may have set it."""
     before = [setting.read() for setting in SETTINGS]
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (True, True)
     yield [setting.read() for setting in SETTINGS]
     for setting, value in zip(SETTINGS, before, strict=True):
         setting.write(value)
 
 
 def test_settings_are_held_inside_and_given_back_outside(loosened):
+    assert (True, True) in loosened and "high" in loosened
     with numeric_settings():
         assert [setting.read() for setting in SETTINGS] == [s.required for s in SETTINGS]
         verify_settings()
@@ -52,20 +54,6 @@ def test_every_setting_that_a_library_schedule_needs_is_held():
     flags = {"allow_fp16_accumulation", "allow_tf32", *reductions}
     needed = {"cuda.preferred_blas_library", *(f"cuda.matmul.{flag}" for flag in flags)}
     assert {setting.name for setting in SETTINGS} >= needed
-
-
-def test_split_sums_are_off_inside_and_given_back_outside():
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction_split_k
-    matmul.allow_bf16_reduced_precision_reduction = (True, True)
-    try:
-        with numeric_settings():
-            assert not matmul.allow_bf16_reduced_precision_reduction
-            assert not matmul.allow_bf16_reduced_precision_reduction_split_k
-        assert matmul.allow_bf16_reduced_precision_reduction
-        assert matmul.allow_bf16_reduced_precision_reduction_split_k
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = (before, before)
 
 
 def test_a_setting_that_torch_cannot_read_is_named(monkeypatch):

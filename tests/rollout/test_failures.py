@@ -1,12 +1,8 @@
 """A request whose numbers are not finite fails, and no other that shares a prefix with it."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def marked(tiny_qwen3: Callable[..., Any]) -> Iterator[Any]:
+def marked(tiny_qwen3):
     model = tiny_qwen3()
     with torch.no_grad():
         model.model.embed_tokens.weight[MARK] = math.nan
@@ -31,7 +27,7 @@ def marked(tiny_qwen3: Callable[..., Any]) -> Iterator[Any]:
         yield model
 
 
-def served(engine: Any, prompts: list[list[int]], sampling: SamplingParams) -> dict[Any, Any]:
+def served(engine, prompts, sampling):
     """What each sample gave, (prompt, sample) -> its bytes, and "error" in the place of one that
     failed."""
     completions = list(engine.stream(prompts, sampling))
@@ -42,9 +38,7 @@ def served(engine: Any, prompts: list[list[int]], sampling: SamplingParams) -> d
 
 @pytest.mark.parametrize("max_batch_tokens", [4, 7, 512])
 @pytest.mark.parametrize("kv_block_size", [1, 4])
-def test_a_neighbour_with_the_same_prefix_keeps_its_bytes(
-    marked: Any, kv_block_size: int, max_batch_tokens: int
-) -> None:
+def test_a_neighbour_with_the_same_prefix_keeps_its_bytes(marked, kv_block_size, max_batch_tokens):
     options = {"kv_block_size": kv_block_size, "max_batch_tokens": max_batch_tokens}
     failing, fine = [*PREFIX, MARK, 9], [*PREFIX, 10, 11]
     alone = served(engine_of(marked, **options), [fine], GREEDY)[0, 0]
@@ -56,15 +50,13 @@ def test_a_neighbour_with_the_same_prefix_keeps_its_bytes(
         }
 
 
-def test_without_starting_over_a_neighbour_fails_too(
-    marked: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_starting_over_a_neighbour_fails_too(marked, monkeypatch):
     monkeypatch.setattr(Scheduler, "_may_pass_alone", lambda *_: False)
     found = served(engine_of(marked), [[*PREFIX, MARK, 9], [*PREFIX, 10, 11]], GREEDY)
     assert found == {(0, 0): "error", (1, 0): "error"}
 
 
-def test_a_later_call_finds_nothing_of_a_request_that_failed(marked: Any) -> None:
+def test_a_later_call_finds_nothing_of_a_request_that_failed(marked):
     failing, fine = [*PREFIX, MARK, 9], [*PREFIX, 10, 11]
     engine = engine_of(marked)
     alone = served(engine_of(marked), [fine], GREEDY)[0, 0]
@@ -78,18 +70,16 @@ def test_a_later_call_finds_nothing_of_a_request_that_failed(marked: Any) -> Non
 class Misleading(Recalling):
     """A drafter that sometimes guesses the token whose row is NaN."""
 
-    def start(self, token_ids: Sequence[int]) -> Any:
+    def start(self, token_ids):
         inner = super().start(token_ids)
         propose = inner.propose
-        inner.propose = lambda most: [*propose(most - 1), MARK][:most]  # type: ignore[method-assign]
+        inner.propose = lambda most: [*propose(most - 1), MARK][:most]
         return inner
 
 
 @pytest.mark.parametrize("kv_block_size", [1, 4, 16])
 @pytest.mark.parametrize("speculation", [1, 2, 7])
-def test_a_wrong_guess_that_is_not_finite_fails_nobody(
-    marked: Any, speculation: int, kv_block_size: int
-) -> None:
+def test_a_wrong_guess_that_is_not_finite_fails_nobody(marked, speculation, kv_block_size):
     prompts = [PREFIX, [30, 31], [*PREFIX, MARK]]
     plain = SamplingParams(max_tokens=8, temperature=0.0)
     expected = served(engine_of(marked), prompts, plain)
@@ -99,7 +89,7 @@ def test_a_wrong_guess_that_is_not_finite_fails_nobody(
     assert engine.stats.drafted_tokens > 0 and engine.stats.started_over >= 2
 
 
-def test_samples_of_a_prompt_that_failed_by_itself_do_not_start_over(marked: Any) -> None:
+def test_samples_of_a_prompt_that_failed_by_itself_do_not_start_over(marked):
     prompt = [*PREFIX, MARK, 9]
     engine = engine_of(marked)
     found = served(engine, [prompt], replace(GREEDY, n=6, temperature=1.0))
@@ -109,7 +99,7 @@ def test_samples_of_a_prompt_that_failed_by_itself_do_not_start_over(marked: Any
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("misleads", [False, True])
-def test_whatever_shares_a_prefix_with_whatever_fails(marked: Any, misleads: bool) -> None:
+def test_whatever_shares_a_prefix_with_whatever_fails(marked, misleads):
     """Random prompts that share prefixes, in small caches that preempt, with and without drafts."""
     failures = preemptions = hits = 0
     for seed in range(10):

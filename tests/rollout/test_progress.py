@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +15,7 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_shows_samples_and_tokens_on_a_terminal_only(terminal: bool) -> None:
+def test_a_bar_shows_samples_and_tokens_on_a_terminal_only(terminal):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100)
     with progress_bar("sampling", console=console) as progress:
@@ -31,18 +29,18 @@ def test_a_bar_shows_samples_and_tokens_on_a_terminal_only(terminal: bool) -> No
 class Counting(AbstractContextManager[ProgressCallback]):
     """An engine's callback and block: notes what is called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[str] = []
 
-    def __enter__(self) -> ProgressCallback:
+    def __enter__(self):
         self.events.append("enter")
         return lambda *counts: self.events.append("step")
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         self.events.append("exit")
 
 
-def test_a_bar_is_given_to_generate_as_it_is(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_bar_is_given_to_generate_as_it_is(tiny_qwen3):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100)
     params = SamplingParams(n=2, max_tokens=3)
@@ -52,7 +50,7 @@ def test_a_bar_is_given_to_generate_as_it_is(tiny_qwen3: Callable[..., Any]) -> 
     assert "2/2" in text.getvalue() and "6 tokens" in text.getvalue()
 
 
-def test_a_block_is_left_when_the_rollout_ends_or_fails(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_block_is_left_when_the_rollout_ends_or_fails(tiny_qwen3):
     with patch(model := tiny_qwen3()):
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
         whole, left = Counting(), Counting()

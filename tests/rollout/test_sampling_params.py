@@ -1,7 +1,5 @@
 """SamplingParams refuses what the sampler cannot mean."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -12,30 +10,30 @@ import torch
 from rl_consistency.rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 
-def test_params_are_keyword_only_and_frozen() -> None:
+def test_params_are_keyword_only_and_frozen():
     with pytest.raises(TypeError):
-        SamplingParams(4)  # type: ignore[misc]
+        SamplingParams(4)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2  # type: ignore[misc]
+        SamplingParams().n = 2
 
 
-def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
-    params = SamplingParams(stop_token_ids=[3, 5])  # type: ignore[arg-type]
+def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable():
+    params = SamplingParams(stop_token_ids=[3, 5])
     assert params.stop_token_ids == (3, 5)
     assert hash(params) == hash(SamplingParams(stop_token_ids=(3, 5)))
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers():
     given = {"n": np.int64(4), "top_k": np.uint8(3), "seed": np.uint64(2**64 - 1)}
     given |= {"temperature": np.float32(0.5), "min_p": np.float64(0.1), "ignore_eos": np.True_}
-    params = SamplingParams(**given, stop_token_ids=np.array([3, 5]))  # type: ignore[arg-type]
+    params = SamplingParams(**given, stop_token_ids=np.array([3, 5]))
     same = {"n": 4, "top_k": 3, "seed": 2**64 - 1, "temperature": 0.5, "min_p": 0.1}
-    plain = SamplingParams(**same, ignore_eos=True, stop_token_ids=(3, 5))  # type: ignore[arg-type]
+    plain = SamplingParams(**same, ignore_eos=True, stop_token_ids=(3, 5))
     assert params == plain and repr(params) == repr(plain)
 
 
-def test_the_bounds_belong_to_the_ranges() -> None:
+def test_the_bounds_belong_to_the_ranges():
     SamplingParams(temperature=MIN_TEMPERATURE, top_k=2**31 - 1, top_p=2.0**-126, min_p=1)
     SamplingParams(temperature=torch.finfo(torch.float32).max, top_p=1)
 
@@ -79,6 +77,6 @@ def test_the_bounds_belong_to_the_ranges() -> None:
         ("speculation", True),
     ],
 )
-def test_a_value_out_of_range_is_named(field: str, value: object) -> None:
+def test_a_value_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=field):
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**{field: value})

@@ -4,21 +4,15 @@ That no schedule moves a token is shown in `test_step_loop.py`; here the schedul
 at, with every step reported before the next is scheduled.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.toy import sequence_of, toy
 
-Make = Callable[..., Any]
-NEVER: frozenset[int] = frozenset()
+NEVER = frozenset()
 
 
-def launch(served: Any) -> Any:
+def launch(served):
     """Schedule and launch a step, nothing reported."""
     chunks = served.scheduler.schedule()
     for sequence in served.scheduler.admitted:
@@ -28,18 +22,18 @@ def launch(served: Any) -> Any:
     return launched
 
 
-def step(served: Any) -> list[ScheduledChunk]:
+def step(served):
     launched = launch(served)
     served.scheduler.take_in(launched.chunks, launched.wait())
     return served.runner.history[-1]
 
 
-def add(served: Any, *sequences: RolloutSequence) -> None:
+def add(served, *sequences):
     for sequence in sequences:
         served.scheduler.add(sequence)
 
 
-def group_load(sequence_of: Make) -> list[RolloutSequence]:
+def group_load():
     prompts = [[1, 2, 3] * 4, [1, 2, 3] * 4 + [5], [7], [9] * 17]
     return [
         sequence_of(prompt, max_tokens=3 + 4 * i, sample_index=i, prompt_id=p)
@@ -48,16 +42,16 @@ def group_load(sequence_of: Make) -> list[RolloutSequence]:
     ]
 
 
-def test_limits_hold_in_every_step(toy: Make, sequence_of: Make) -> None:
+def test_limits_hold_in_every_step():
     served = toy(max_batch_tokens=9, max_num_seqs=3, prefill_chunk_size=5)
-    add(served, *group_load(sequence_of))
+    add(served, *group_load())
     while served.scheduler.has_unfinished:
         chunks = step(served)
         assert 0 < sum(chunk.length for chunk in chunks) <= 9
         assert len(chunks) <= 3 and all(chunk.length <= 5 for chunk in chunks)
 
 
-def test_decoding_comes_before_prefill(toy: Make, sequence_of: Make) -> None:
+def test_decoding_comes_before_prefill():
     served = toy(max_batch_tokens=6)
     add(served, sequence_of([1, 2, 3]))
     step(served)
@@ -68,9 +62,7 @@ def test_decoding_comes_before_prefill(toy: Make, sequence_of: Make) -> None:
     assert [chunk.is_decode for chunk in chunks] == [True, False]
 
 
-def test_one_token_left_of_a_prompt_runs_like_a_decode_and_counts_as_prefill(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_one_token_left_of_a_prompt_runs_like_a_decode_and_counts_as_prefill():
     served = toy(prefill_chunk_size=4)
     add(served, sequence_of([1] * 9, stop=NEVER))
     chunks = [step(served)[0] for _ in range(4)]
@@ -78,7 +70,7 @@ def test_one_token_left_of_a_prompt_runs_like_a_decode_and_counts_as_prefill(
     assert served.scheduler.statistics.prefill_tokens == 9
 
 
-def test_siblings_of_a_group_find_the_prompt_in_the_cache(toy: Make, sequence_of: Make) -> None:
+def test_siblings_of_a_group_find_the_prompt_in_the_cache():
     served = toy(prefill_chunk_size=6)
     add(served, *(sequence_of([1] * 13, sample_index=i) for i in range(4)))
     steps = [[chunk.length for chunk in step(served)] for _ in range(3)]
@@ -87,7 +79,7 @@ def test_siblings_of_a_group_find_the_prompt_in_the_cache(toy: Make, sequence_of
     assert served.scheduler.statistics.prefix_hit_tokens == 3 * 12
 
 
-def test_siblings_follow_as_soon_as_the_prompt_is_under_way(toy: Make, sequence_of: Make) -> None:
+def test_siblings_follow_as_soon_as_the_prompt_is_under_way():
     served = toy()
     add(served, *(sequence_of([1] * 13, sample_index=i) for i in range(3)))
     first, second = launch(served), launch(served)  # nothing reported in between
@@ -97,9 +89,7 @@ def test_siblings_follow_as_soon_as_the_prompt_is_under_way(toy: Make, sequence_
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
-def test_a_prefix_is_shared_while_the_rest_of_its_prompt_is_computed(
-    toy: Make, sequence_of: Make, chunk: int
-) -> None:
+def test_a_prefix_is_shared_while_the_rest_of_its_prompt_is_computed(chunk):
     served = toy(prefill_chunk_size=chunk)
     first = sequence_of([1] * 8 + [2] * 40, stop=NEVER)
     other = sequence_of([1] * 8 + [3] * 40, prompt_id=1, stop=NEVER)
@@ -109,7 +99,7 @@ def test_a_prefix_is_shared_while_the_rest_of_its_prompt_is_computed(
     assert [(c.sequence, c.start) for c in step(served)] == [(first, 8), (other, 8)]
 
 
-def test_other_prompts_overtake_siblings_that_wait(toy: Make, sequence_of: Make) -> None:
+def test_other_prompts_overtake_siblings_that_wait():
     served = toy()
     first, sibling = (sequence_of([1] * 9, sample_index=i, stop=NEVER) for i in range(2))
     other = sequence_of([2] * 9, prompt_id=1, stop=NEVER)
@@ -118,9 +108,7 @@ def test_other_prompts_overtake_siblings_that_wait(toy: Make, sequence_of: Make)
     assert [chunk.sequence for chunk in step(served)] == [first, other, sibling]
 
 
-def test_siblings_of_a_cancelled_sequence_compute_the_prompt_themselves(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_siblings_of_a_cancelled_sequence_compute_the_prompt_themselves():
     served = toy(prefill_chunk_size=4)
     first, sibling = (sequence_of([1] * 13, sample_index=i, stop=NEVER) for i in range(2))
     add(served, first, sibling)
@@ -131,16 +119,14 @@ def test_siblings_of_a_cancelled_sequence_compute_the_prompt_themselves(
     assert [(c.sequence, c.start) for c in chunks] == [(sibling, 4)]
 
 
-def test_the_longest_are_admitted_first_then_the_order_of_arrival_counts(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_the_longest_are_admitted_first_then_the_order_of_arrival_counts():
     served = toy(max_num_seqs=1)
     lengths = [3, 9, 5, 9, 4]
     sequences = [
         sequence_of([p], max_tokens=n, prompt_id=p, stop=NEVER) for p, n in enumerate(lengths)
     ]
     add(served, *sequences)
-    order: list[int] = []
+    order = []
     while served.scheduler.has_unfinished:
         prompt_id = step(served)[0].sequence.prompt_id
         if prompt_id not in order:
@@ -148,9 +134,7 @@ def test_the_longest_are_admitted_first_then_the_order_of_arrival_counts(
     assert order == [1, 3, 2, 4, 0]
 
 
-def test_a_sequence_is_admitted_only_if_those_running_can_still_grow(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_a_sequence_is_admitted_only_if_those_running_can_still_grow():
     served = toy(num_blocks=6, share_prefixes=False)
     sequences = [sequence_of([p] * 8, max_tokens=5, prompt_id=p, stop=NEVER) for p in (1, 2, 3)]
     add(served, *sequences)
@@ -162,7 +146,7 @@ def test_a_sequence_is_admitted_only_if_those_running_can_still_grow(
     assert served.scheduler.statistics.preemptions == 0
 
 
-def test_no_more_sequences_run_than_a_step_has_tokens(toy: Make, sequence_of: Make) -> None:
+def test_no_more_sequences_run_than_a_step_has_tokens():
     served = toy(max_batch_tokens=9)
     sequences = [
         sequence_of([1, 4, 0], max_tokens=30, prompt_id=p, speculation=0 if p else 7, stop=NEVER)
@@ -176,7 +160,7 @@ def test_no_more_sequences_run_than_a_step_has_tokens(toy: Make, sequence_of: Ma
     assert most == 9
 
 
-def test_drafts_leave_a_token_for_everybody_who_runs(toy: Make, sequence_of: Make) -> None:
+def test_drafts_leave_a_token_for_everybody_who_runs():
     served = toy(max_batch_tokens=24, share_prefixes=False)
     sequences = [
         sequence_of([1, 4, 0] * 2, max_tokens=30, prompt_id=p, speculation=7, stop=NEVER)
@@ -191,39 +175,7 @@ def test_drafts_leave_a_token_for_everybody_who_runs(toy: Make, sequence_of: Mak
     assert [chunk.length for chunk in launch(served).chunks] == [8, 8, 7, 1]
 
 
-def test_a_sequence_refused_is_tried_again_once_fewer_run(toy: Make, sequence_of: Make) -> None:
-    served = toy(num_blocks=6, share_prefixes=False)
-    growing = sequence_of([1] * 3, max_tokens=20, prompt_id=1, stop=NEVER)
-    ending = sequence_of([2] * 3, max_tokens=2, prompt_id=2, stop=NEVER)
-    waiting = sequence_of([3] * 12, max_tokens=2, prompt_id=3, stop=NEVER)
-    add(served, growing, ending)
-    step(served)
-    add(served, waiting)
-    step(served)
-    assert ending.is_finished and waiting.slot is None
-    # The block that `ending` left goes to `growing`; but none is kept for `ending` any more.
-    assert [chunk.sequence for chunk in step(served)] == [growing, waiting]
-
-
-def test_a_sequence_refused_is_tried_again_once_more_of_it_is_cached(
-    toy: Make, sequence_of: Make
-) -> None:
-    served = toy(num_blocks=9)
-    running = sequence_of([7], max_tokens=4, prompt_id=1, stop=NEVER)
-    ending = sequence_of([9] * 7, max_tokens=2, prompt_id=2, stop=NEVER)
-    waiting = sequence_of([1] * 8 + [2] * 9, max_tokens=3, prompt_id=3, stop=NEVER)
-    ahead = sequence_of([1] * 9, max_tokens=9, prompt_id=4, stop=NEVER)
-    add(served, running, ending)
-    step(served)
-    add(served, waiting)
-    step(served)
-    add(served, ahead)
-    assert [chunk.sequence for chunk in step(served)] == [running, ahead]
-    (*_, chunk) = step(served)
-    assert (chunk.sequence, chunk.start) == (waiting, 8)
-
-
-def crowded(toy: Make, sequence_of: Make) -> tuple[Any, list[RolloutSequence]]:
+def crowded():
     """Three sequences with room for two of them at their full length."""
     served = toy(num_blocks=11, share_prefixes=False)
     sequences = [sequence_of([p] * 7, max_tokens=14, prompt_id=p, stop=NEVER) for p in (1, 2, 3)]
@@ -231,10 +183,8 @@ def crowded(toy: Make, sequence_of: Make) -> tuple[Any, list[RolloutSequence]]:
     return served, sequences
 
 
-def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens(
-    toy: Make, sequence_of: Make
-) -> None:
-    served, (first, second, last) = crowded(toy, sequence_of)
+def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens():
+    served, (first, second, last) = crowded()
     while not served.scheduler.statistics.preemptions:
         generated, logprobs = list(last.token_ids), list(last.token_logprobs)
         step(served)
@@ -245,8 +195,8 @@ def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens(
     assert last.preempted and not first.preempted
 
 
-def test_preempted_sequences_come_back_before_others(toy: Make, sequence_of: Make) -> None:
-    served, (*_, last) = crowded(toy, sequence_of)
+def test_preempted_sequences_come_back_before_others():
+    served, (*_, last) = crowded()
     while not served.scheduler.statistics.preemptions:
         step(served)
     add(served, longer := sequence_of([5] * 7, max_tokens=30, prompt_id=5, stop=NEVER))
@@ -256,9 +206,7 @@ def test_preempted_sequences_come_back_before_others(toy: Make, sequence_of: Mak
     assert served.scheduler.admitted[0] is last
 
 
-def test_a_sequence_preempted_before_its_first_token_comes_back_before_others_too(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_a_sequence_preempted_before_its_first_token_comes_back_before_others_too():
     served = toy(max_num_seqs=2, prefill_chunk_size=4)
     first, sibling = (sequence_of([1] * 13, sample_index=i, stop=NEVER) for i in range(2))
     add(served, first, sibling)
@@ -270,36 +218,19 @@ def test_a_sequence_preempted_before_its_first_token_comes_back_before_others_to
     assert served.scheduler.admitted == [sibling]
 
 
-def test_the_schedule_is_the_same_every_time(toy: Make, sequence_of: Make) -> None:
-    def record() -> list[list[tuple[int, int, int]]]:
-        served = toy(num_blocks=11, max_batch_tokens=9)
-        sequences = group_load(sequence_of)
-        add(served, *sequences)
-        steps = []
-        while served.scheduler.has_unfinished:
-            chunks = step(served)
-            steps.append([(sequences.index(c.sequence), c.start, c.length) for c in chunks])
-        return steps
-
-    assert record() == record()
-
-
-def test_a_sequence_whose_last_token_is_pending_is_not_scheduled(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_a_sequence_whose_last_token_is_pending_is_not_scheduled():
     served = toy()
     sequence = sequence_of([1, 2], max_tokens=2, stop=NEVER)
     add(served, sequence)
     first = launch(served)
     (chunk,) = launch(served).chunks
     assert (chunk.start, chunk.length, sequence.num_tokens) == (2, 1, 2)  # one pending token
+    assert not served.scheduler.prefers_report  # it does not draft
     served.scheduler.take_in(first.chunks, first.wait())
     assert served.scheduler.schedule() == [] and served.scheduler.has_unfinished
 
 
-def test_a_draft_waits_for_the_report_and_then_stands_behind_the_known_tokens(
-    toy: Make, sequence_of: Make
-) -> None:
+def test_a_draft_waits_for_the_report_and_then_stands_behind_the_known_tokens():
     served = toy()
     sequence = sequence_of([1, 4, 0] * 3, max_tokens=20, speculation=3, stop=NEVER)
     add(served, sequence)
@@ -313,14 +244,7 @@ def test_a_draft_waits_for_the_report_and_then_stands_behind_the_known_tokens(
     assert served.scheduler.prefers_report and served.scheduler.schedule() == []
 
 
-def test_without_speculation_nobody_waits_for_a_report(toy: Make, sequence_of: Make) -> None:
-    served = toy()
-    add(served, sequence_of([1, 4, 0] * 3, max_tokens=20, stop=NEVER))
-    launch(served)
-    assert not served.scheduler.prefers_report
-
-
-def test_the_queue_forgets_those_cancelled(toy: Make, sequence_of: Make) -> None:
+def test_the_queue_forgets_those_cancelled():
     served = toy(max_num_seqs=1)
     add(served, sequence_of([1], max_tokens=100, stop=NEVER))
     step(served)

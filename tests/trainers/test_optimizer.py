@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -39,7 +38,7 @@ def give_gradients(model, step=0, scale=1.0):
 def optimizer_of(model, *, total_steps=10, **changes):
     section = OptimizerSection(**{"learning_rate": RATE, "max_grad_norm": None} | changes)
     ranks = Replicated(World.join(torch.device("cpu")), PartOrder(1), model)
-    return PolicyOptimizer(ranks, section, Accelerator(cpu=True), total_steps=total_steps)
+    return PolicyOptimizer(ranks, section, total_steps=total_steps)
 
 
 def plain_adamw(parameters, **changes):

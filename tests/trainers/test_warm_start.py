@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
@@ -31,12 +30,10 @@ def model():
         yield model
 
 
-def start(model, *, seed=0, progress=None, prompts=PROMPTS, targets=TARGETS, **changes):
+def start(model, *, seed=0, prompts=PROMPTS, targets=TARGETS, **changes):
     section = WarmStartSection(**{"steps": 4, "batch_size": 4, "learning_rate": 3e-3} | changes)
     ranks = Replicated(World.join(torch.device("cpu")), PartOrder(1), model)
-    return warm_start(
-        prompts, targets, section, Accelerator(cpu=True), ranks, seed=seed, progress=progress
-    )
+    return warm_start(prompts, targets, section, ranks, seed=seed)
 
 
 def snapshot(model):

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rl_consistency.distributed.world import World
@@ -24,11 +23,7 @@ from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.patch import patch
-from rl_consistency.models.scoring.scored_rows import (
-    packed,
-    scored_hidden_states,
-    scored_tokens,
-)
+from rl_consistency.models.scoring.scored_rows import packed, scored_hidden_states, scored_tokens
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -67,10 +62,6 @@ class CriticModel(nn.Module):
         self.policy.lm_head.weight = nn.Parameter(rows, requires_grad=False)
         self.head = ValueHead(policy.config.hidden_size, seed=seed).to(policy.device)
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """All parameters but those that stand for the LM head."""
-        return trained_parameters(self)
-
     def values(
         self,
         sequences: Sequence[Sequence[int]],
@@ -106,7 +97,7 @@ class Critic:
     @property
     def digest(self) -> str:
         """SHA-256 of the critic's weights, computed where they lie."""
-        return weights_digest(self.model.trained().items())
+        return weights_digest(trained_parameters(self.model).items())
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take the critic's part of a checkpoint; CheckpointError, and nothing taken, on a misfit.
@@ -115,32 +106,30 @@ class Critic:
         """
         if checkpoint.critic is None or checkpoint.critic_optimizer is None:
             raise CheckpointError(f"{checkpoint.path} holds no critic: it is not of a run of ppo.")
-        load_weights(self.model.trained(), checkpoint.critic)
+        load_weights(trained_parameters(self.model), checkpoint.critic)
         self._loaded = checkpoint
 
-    def assemble(self, policy: Any, world: World, accelerator: Accelerator) -> None:
+    def assemble(self, policy: Any, world: World) -> None:
         """Make strategy and optimizer; without a checkpoint, the decoder is first the policy's."""
-        ppo, section = self._config.algorithm.of_ppo, self._config.optimizer
-        assert ppo is not None
-        if self._loaded is None:
-            self._start_from(policy)
-        rate = ppo.critic_learning_rate or section.learning_rate
+        config, checkpoint, self._loaded = self._config, self._loaded, None
+        if checkpoint is None:
+            own = dict(self.model.policy.model.named_parameters())
+            with torch.no_grad():
+                for name, parameter in policy.model.named_parameters():
+                    own[name].copy_(parameter)
+        ppo, section = config.algorithm.of_ppo, config.optimizer
+        rate = (ppo and ppo.critic_learning_rate) or section.learning_rate
         section = section.model_copy(update={"learning_rate": rate})
-        self.ranks = build_strategy(self._config, world, self.model)
+        self.ranks = build_strategy(config, world, self.model)
         self._stack.callback(self.ranks.close)
-        steps = self._config.optimizer_steps
-        self.optimizer = PolicyOptimizer(self.ranks, section, accelerator, total_steps=steps)
-        if self._loaded is not None and self._loaded.critic_optimizer is not None:
-            schedule = self._loaded.extra["critic_schedule"]
-            self.optimizer.load(self._loaded.critic_optimizer, schedule)
-            self._loaded = None  # it is large
+        steps = config.optimizer_steps
+        self.optimizer = PolicyOptimizer(self.ranks, section, total_steps=steps)
+        if checkpoint is not None and checkpoint.critic_optimizer is not None:
+            self.optimizer.load(checkpoint.critic_optimizer, checkpoint.extra["critic_schedule"])
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of a checkpoint, as `save_checkpoint` takes them."""
-        return {"critic": dict(self.model.trained()), "critic_optimizer": self.optimizer.tensors()}
-
-    @torch.no_grad()
-    def _start_from(self, policy: Any) -> None:
-        own = dict(self.model.policy.model.named_parameters())
-        for name, parameter in policy.model.named_parameters():
-            own[name].copy_(parameter)
+        return {
+            "critic": dict(trained_parameters(self.model)),
+            "critic_optimizer": self.optimizer.tensors(),
+        }

@@ -18,9 +18,9 @@ from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Experience:
-    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order."""
+    """One rollout batch to learn from; everything is indexed by sample, in logical order."""
 
     sequences: list[list[int]]
     prompt_lengths: list[int]
@@ -31,7 +31,11 @@ class Experience:
     reference_logprobs: list[Tensor] | None = None
     """Logprobs of the reference model, on the model's device."""
     advantages: Sequence[Tensor] = ()
-    """fp32, of each token, on the CPU; the algorithm gives them."""
+    """fp32, of each token, on the CPU; the algorithm gives them, and in PPO the next two."""
+    values: Sequence[Tensor] = ()
+    """What the critic expected."""
+    returns: Sequence[Tensor] = ()
+    """What came."""
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -1,30 +1,452 @@
 """GRPO: the advantage of a completion is its reward against those of its group.
 
+The behaviour logprobs are the rollout's own: training recomputes the same bits, so there is no
+separate pass for "old" logprobs and the first importance ratio is exactly 1.
 Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu et al., DAPO (2025).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from time import perf_counter
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from rl_consistency.distributed.gradient_parts import cut
+from rl_consistency.distributed.world import require_same_facts
+from rl_consistency.models.packing import Layout, lay_out
+from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
+from rl_consistency.models.sharding import whole_weights
+from rl_consistency.numerics.clock import finished_seconds
+from rl_consistency.rollout.block_manager import cache_shape
+from rl_consistency.rollout.completion import Completion, routing_of
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import group_advantages
-from rl_consistency.trainers.algorithms.experience import Experience
-from rl_consistency.trainers.algorithms.loop import PolicyTrainer
-from rl_consistency.trainers.hooks import Metrics
-from rl_consistency.trainers.losses import per_token
+from rl_consistency.trainers.algorithms.experience import (
+    Experience,
+    rollout_metrics,
+    samples_of,
+    shaped_rewards,
+)
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.examples import DataOrder, Example
+from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Metrics, Rollout
+from rl_consistency.trainers.losses import (
+    L,
+    LossOutput,
+    TokenBatch,
+    mean_metrics,
+    merge_outputs,
+    per_token,
+    policy_loss,
+    token_weights,
+    with_balance,
+)
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.policy import eos_token_ids
+from rl_consistency.trainers.rewards.compute import Rewards, agreed_rewards, compute_rewards
+from rl_consistency.trainers.rewards.function import RewardFunction
+from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
-class GRPOTrainer(PolicyTrainer):
-    """Trains the policy alone on each rollout."""
+@dataclass(eq=False, kw_only=True)
+class GRPOTrainer:
+    """One step at a time; the caller owns the loop over steps, checkpoints and tracking.
 
-    def _with_advantages(
-        self, experience: Experience, rewards: Tensor
+    Several ranks take the same steps. A rank draws and learns from the samples of its own parts;
+    tokens, logprobs and losses of all samples are known to all ranks. Rewards come from rank 0.
+    """
+
+    model: Any
+    """The patched policy; `ranks.model` is what wraps it."""
+    tokenizer: Any
+    engine: RolloutEngine
+    optimizer: PolicyOptimizer
+    ranks: Strategy
+    config: RunConfig
+    train: PromptSet
+    evaluation: PromptSet | None
+    rewards: Sequence[RewardFunction]
+    hook: ConsistencyHook
+    reference: Any = None
+    """The patched, frozen policy of the KL term; None without that term."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Completions of the last step that people are shown, each with its reward."""
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None
+    """Told what is done of a phase of the step."""
+
+    _routing: dict[int, Tensor] = field(init=False)  # of the samples scored last
+    timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")  # phases of a step
+
+    def __post_init__(self) -> None:
+        config, size = self.config, self.config.rollout.prompts_per_step
+        self._sampling = config.sampling
+        self._order = DataOrder(len(self.train.prompts), size, config.run.seed, config.data.shuffle)
+        shape = {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient"}
+        self._loss_settings = config.algorithm.model_dump(include=shape)
+        batch = size * self._sampling.n
+        self._update_size = batch // config.algorithm.updates_per_rollout
+        firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
+        self._own = [first + i for first in firsts for i in own]
+        self._balances, self._routing = config.algorithm.balance_coefficient, {}
+        self._micro_batch_size = config.training.micro_batch_size
+        # Of the weights the policy has now (initial or from a checkpoint), later of each update.
+        self.weights_digest = self._common_digest("before the first step")
+
+    def step(self, step: int) -> Metrics:
+        """Roll out, score, learn; `step` counts from 1. Returns the metrics of the step.
+
+        Raises:
+            FailedRequestsError: a logprob is not finite; nothing was learned in this step.
+            ConsistencyError: the weights are not those of the last update or not the same on all
+                ranks, or the hook raised it.
+        """
+        started = perf_counter()
+        self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
+        self._passed: Counter[str] = Counter()
+        with self._timed("rollout"):
+            index, completions = self._roll_out(step)
+        statistics = self.engine.stats
+        metrics, experience = self._experience(step, index, completions)
+        # How the engine was used. Like times, these may differ between runs with equal tokens.
+        metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
+        metrics |= self._learn(experience)
+        with whole_weights(self.model):
+            self.weights_digest = self._common_digest(f"after step {step}")
+            metrics["rollout/weights_digest"] = self.weights_digest
+            metrics |= self._told("the end of the step", self.hook.on_step_end)
+        tokens = sum(experience.lengths)
+        trained = self.config.algorithm.epochs_per_rollout * sum(map(len, experience.sequences))
+        metrics |= {f"time/{name}_seconds": seconds for name, seconds in self._times.items()}
+        metrics["time/rollout_tokens_per_second"] = tokens / self._times["rollout"]
+        metrics["time/training_tokens_per_second"] = trained / self._times["training"]
+        metrics["time/step_seconds"] = perf_counter() - started
+        metrics["tokens_per_second"] = tokens / metrics["time/step_seconds"]
+        return metrics
+
+    def evaluate(self) -> Metrics:
+        """Mean reward of one greedy completion per evaluation example; {} without a set."""
+        if self.evaluation is None:
+            return {}
+        there = len(self.evaluation.prompts)
+        limit = min(self.config.training.eval_samples or there, there)
+        greedy = replace(self._sampling, n=1, temperature=0.0)
+        own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
+        drawn = self._draw(self.evaluation, list(own), greedy, list(own))
+        completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
+        rewards = self._rewards(self.evaluation.examples[:limit], completions)
+        return {"eval/reward": fmean(rewards.total)}
+
+    def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
+        """The place in the training set of each sample's prompt, and the samples."""
+        index, draws = self._order.batch(step - 1), list(self._order.draws(step - 1))
+        n = self._sampling.n
+        # A group that a part's border cuts is drawn on both sides of it: the same samples.
+        own = sorted({i // n for i in self._own})
+        chosen = [index[i] for i in own]
+        drawn = self._draw(self.train, chosen, self._sampling, [draws[i] for i in own])
+        samples = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
+        completions = self.ranks.shared("completions", {i: samples[i] for i in self._own})
+        return [i for i in index for _ in range(n)], completions
+
+    def _draw(
+        self, source: PromptSet, chosen: list[int], sampling: SamplingParams, ids: list[int]
+    ) -> list[Completion]:
+        """Completions of the chosen prompts, drawn by this rank."""
+        phase = "rollout" if source is self.train else "evaluation"
+        with whole_weights(self.model), self.ranks.world.agreed("rollout"):
+            return self.engine.generate(
+                [source.prompts[i] for i in chosen],
+                sampling,
+                prompt_ids=ids,
+                weights_digest=self.weights_digest,
+                progress=lambda _, done, total: self.progress(phase, done, total),
+            )
+
+    def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
+        """Reward functions see a whole batch in logical order, and run once."""
+        self.progress("rewards", 0, 0)
+        score = partial(
+            compute_rewards,
+            self.rewards,
+            examples,
+            self._texts(completions),
+            token_ids=[completion.token_ids for completion in completions],
+            timeout=self.config.reward.timeout,
+        )
+        return agreed_rewards(self.ranks.world, score)
+
+    def _experience(
+        self, step: int, index: list[int], completions: list[Completion]
     ) -> tuple[Metrics, Experience]:
-        kind, lengths = self.config.algorithm.advantage, experience.lengths
-        advantages = per_token(group_advantages(rewards, self._sampling.n, kind=kind), lengths)
-        groups = rewards.view(-1, self._sampling.n)
+        examples = [self.train.examples[i] for i in index]
+        prompts = [self.train.prompts[i] for i in index]
+        sequences = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
+        prompt_lengths = [len(prompt) for prompt in prompts]
+        old_logprobs = [completion.token_logprobs for completion in completions]
+        rollout = Rollout(
+            step=step,
+            sequences=sequences,
+            prompt_lengths=prompt_lengths,
+            logprobs=old_logprobs,
+            sampling=self._sampling,
+            places=[(e.id, c.sample_index) for e, c in zip(examples, completions, strict=True)],
+            routing=routing_of(completions),
+        )
+        metrics = self._told("the rollout", self.hook.on_rollout, rollout)
+        rewards = self._rewards(examples, completions)
+        shown = partial(samples_of, examples, completions, rewards, self._texts)
+        self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
+        longest = self._sampling.max_tokens
+        shaped, keep = shaped_rewards(completions, rewards, self.config.algorithm, longest)
+        metrics |= rollout_metrics(completions, rewards)
+        experience = Experience(sequences, prompt_lengths, old_logprobs, keep)
+        if self.reference is not None:
+            everything = list(range(len(sequences)))
+            experience.reference_logprobs = self._score(self.reference, experience, everything)
+        return metrics | self._judge(experience, shaped), experience
+
+    def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
+        """Give each token its advantage, from the rewards [S] fp32 of the samples."""
+        kind, groups = self.config.algorithm.advantage, rewards.view(-1, self._sampling.n)
+        advantages = group_advantages(rewards, self._sampling.n, kind=kind)
+        each = per_token(advantages, experience.lengths)
+        experience.advantages = each.split(experience.lengths)
         equal = (groups == groups[:, :1]).all(dim=1)
-        metrics: Metrics = {"reward/equal_group_fraction": float(equal.double().mean())}
-        return metrics, replace(experience, advantages=advantages.split(lengths))
+        return {"reward/equal_group_fraction": float(equal.double().mean())}
+
+    def _learn(self, experience: Experience) -> Metrics:
+        metrics: Metrics = {}
+        updates: list[LossOutput] = []
+        norms: list[float] = []
+        self._routing.clear()
+        for part in self._minibatches(experience):
+            loss = partial(self._loss, experience, part)
+            output, norm = self._backward("training", self.ranks, part, loss)
+            if not updates:
+                logprobs = list(output.logprobs.split([experience.lengths[i] for i in part]))
+                others = list(range(len(part), len(experience.sequences)))
+                with whole_weights(self.model):
+                    logprobs += self._score(self.model, experience, others)
+                    given: list[Any] = [self.hook.on_training_logprobs, logprobs]
+                    if self._routing:
+                        given.append(self.ranks.shared_tensors("routing", self._routing))
+                    metrics |= self._told("training logprobs", *given)
+            taken = self._gradient_step(experience, part, not updates)
+            metrics |= self._told("gradients", self.hook.on_gradients, taken)
+            metrics["learning_rate"] = self.optimizer.learning_rate
+            with self._timed("optimizer"):
+                norms.append(self.optimizer.step(norm))
+            updates.append(output)
+        return metrics | mean_metrics(updates) | {"gradient_norm": fmean(norms)}
+
+    def _minibatches(self, experience: Experience) -> Iterator[list[int]]:
+        """The samples of each optimizer step on a rollout."""
+        samples, size = list(range(len(experience.sequences))), self._update_size
+        for _ in range(self.config.algorithm.epochs_per_rollout):
+            yield from (samples[i : i + size] for i in range(0, len(samples), size))
+
+    def _backward(
+        self, phase: str, ranks: Strategy, part: list[int], loss: Callable[[list[int]], L]
+    ) -> tuple[L, float]:
+        """The gradients of the optimizer step over `part`; its loss, and the gradients' norm."""
+        outputs: dict[int, L] = {}
+        most = self.config.algorithm.epochs_per_rollout * len(self._own)
+
+        def keep(group: list[int], output: L) -> None:
+            outputs[group[0]] = output
+            self._passed[phase] += len(group)
+            self.progress(phase, self._passed[phase], most)
+
+        with self._timed(phase):
+            passes = backward_passes(ranks, part, loss, keep)
+            norm = ranks.accumulate(len(part), self._micro_batch_size, passes)
+        return merge_outputs(ranks.shared_tensors("losses", outputs)), norm
+
+    def _loss(self, experience: Experience, part: list[int], group: list[int]) -> LossOutput:
+        """The share of `group` in the loss of the optimizer step over `part`."""
+        scored = self._forward(self.ranks.model, experience, group)
+        return self._loss_of(experience, part, scored, group)
+
+    def _loss_of(
+        self, experience: Experience, part: list[int], scored: TokenLogprobs, group: list[int]
+    ) -> LossOutput:
+        device, lengths = scored.logprobs.device, scored.lengths
+        reference = experience.reference_logprobs
+        anchor = None if reference is None else torch.cat([reference[i] for i in group])
+        batch = TokenBatch(
+            logprobs=scored.logprobs,
+            old_logprobs=torch.cat([experience.old_logprobs[i] for i in group]).to(device),
+            advantages=torch.cat([experience.advantages[i] for i in group]).to(device),
+            lengths=lengths,
+            reference_logprobs=anchor,
+            entropy=scored.entropy,
+        )
+        weights = self._weights(experience, part, group, device)
+        output = policy_loss(batch, weights, **self._loss_settings)
+        if scored.balance is None:
+            return output
+        return with_balance(output, scored.balance, self._balances / len(part))
+
+    def _weights(
+        self, experience: Experience, part: list[int], group: list[int], device: torch.device
+    ) -> Tensor:
+        """[N] fp32, of the tokens of `group` in the optimizer step over `part`."""
+        keep = experience.keep
+        return token_weights(
+            [experience.lengths[i] for i in group],
+            self.config.algorithm.loss,
+            num_sequences_global=len(part),
+            max_tokens=self._sampling.max_tokens,
+            total_tokens=sum(experience.lengths[i] for i in part),
+            keep=None if keep is None else keep[group],
+            device=device,
+        )
+
+    def _gradient_step(self, experience: Experience, part: list[int], first: bool) -> GradientStep:
+        def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
+            return self._loss_of(experience, part, scored, [part[i] for i in group]).loss
+
+        passes = backward_passes(self.ranks, part, partial(self._loss, experience, part))
+        check = partial(self.ranks.check, len(part), self._micro_batch_size, passes)
+        return GradientStep(
+            sequences=[experience.sequences[i] for i in part],
+            prompt_lengths=[experience.prompt_lengths[i] for i in part],
+            sampling=self._sampling,
+            loss=loss,
+            first_of_step=first,
+            balance=self._balances > 0,
+            gradients=self.ranks.whole(self.ranks.gradients()),
+            check=check if self.ranks.order.count > 1 or self.ranks.keeps_shards else None,
+        )
+
+    def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
+        inputs, mask = lay_out([experience.sequences[i] for i in group], self._layout, model.device)
+        scored = token_logprobs(
+            model,
+            inputs,
+            attention_mask=mask,
+            prompt_lengths=[experience.prompt_lengths[i] for i in group],
+            sampling=self._sampling,
+            share_prompts=not torch.is_grad_enabled(),
+            balance=torch.is_grad_enabled() and self._balances > 0,
+        )
+        if scored.routing is not None:
+            self._routing.update(zip(group, scored.routing.split(scored.lengths)))
+        return scored
+
+    @torch.no_grad()
+    def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
+        own = sorted({*self._own} & {*part})
+        with self._timed("training"), whole_weights(self.model):
+            found = in_groups(
+                own,
+                self._micro_batch_size,
+                lambda group: self._forward(model, experience, group).split(),
+            )
+        return self.ranks.shared_tensors("scored logprobs", found)
+
+    @property
+    def _layout(self) -> Layout:
+        return "packed" if self.config.training.layout == "packed" else "right_padded"
+
+    def _told(self, what: str, method: Callable[..., Metrics], *given: Any) -> Metrics:
+        """What a method of the hook returns: an error on one rank is one on all."""
+        with self.ranks.world.agreed(f"the hook of {what}"):
+            return method(*given)
+
+    def _common_digest(self, when: str) -> str:
+        """Digest of the weights, which must be the same on all ranks."""
+        digest = model_digest(self.model)
+        require_same_facts(self.ranks.world, {"the weights": digest}, when=when)
+        return digest
+
+    def _texts(self, completions: Sequence[Completion]) -> list[str]:
+        token_ids = [completion.token_ids for completion in completions]
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block, with the device's work, to the times of the step."""
+        started = finished_seconds(self.model.device)
+        yield
+        self._times[name] += finished_seconds(self.model.device) - started
+
+
+def backward_passes(
+    ranks: Strategy,
+    part: list[int],
+    loss: Callable[[list[int]], L],
+    keep: Callable[[list[int], L], None] = lambda group, output: None,
+) -> Backward:
+    """The backward passes of the optimizer step over `part`; `keep` is given what is found."""
+
+    def backward(batch: range, is_filler: bool) -> None:
+        group = [part[i] for i in batch]
+        output = loss(group)
+        ranks.backward(output.loss * 0.0 if is_filler else output.loss)
+        if not is_filler:
+            keep(group, output)
+
+    return backward
+
+
+def in_groups(
+    samples: Sequence[int], size: int, compute: Callable[[list[int]], Sequence[Tensor]]
+) -> dict[int, Tensor]:
+    """What `compute` gives of each of the samples, which it takes in groups of at most `size`."""
+    found: dict[int, Tensor] = {}
+    for start in range(0, len(samples), size):
+        group = list(samples[start : start + size])
+        found.update(zip(group, compute(group), strict=True))
+    return found
+
+
+ENGINE_METRICS = (
+    *("prefill_tokens_per_second", "decode_tokens_per_second", "mean_seconds_to_first_token"),
+    *("host_seconds_per_step", "peak_kv_share", "prefix_hit_tokens", "preemptions"),
+    "acceptance_rate",
+)
+"""Fields of the engine's statistics that are logged with a step."""
+
+
+def engine_of(config: RunConfig, model: Any, tokenizer: Any) -> RolloutEngine:
+    """The rollout engine around a patched model, with room for a step of the recipe."""
+    rollout = config.rollout
+    block_size, num_blocks, max_num_seqs, tokens_per_sequence = _cache_settings(config)
+    return RolloutEngine(
+        model,
+        eos_token_id=eos_token_ids(model, tokenizer),
+        kv_block_size=block_size,
+        num_kv_blocks=num_blocks,
+        max_batch_tokens=rollout.max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        prefill_chunk_size=rollout.prefill_chunk_size,
+        enable_prefix_sharing=rollout.prefix_sharing,
+        tokens_per_sequence=tokens_per_sequence,
+        cuda_graphs=rollout.cuda_graphs,
+    )
+
+
+def cache_bytes_of(config: RunConfig, model: Any) -> int:
+    """Bytes of the KV cache of the engine that `engine_of` would make now."""
+    return math.prod(cache_shape(model, *_cache_settings(config))) * model.dtype.itemsize
+
+
+def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
+    """Settings of the cache, as `cache_shape` takes them."""
+    rollout, sampling = config.rollout, config.sampling
+    most = min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n)
+    longest = config.data.max_prompt_tokens + sampling.max_tokens
+    return rollout.kv_block_size, rollout.num_kv_blocks, most, longest

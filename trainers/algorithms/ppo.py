@@ -8,10 +8,10 @@ Source: Schulman et al., PPO (2017) and GAE (2016); Ouyang et al., InstructGPT (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,36 +26,27 @@ from rl_consistency.trainers.advantages import (
 )
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.experience import Experience
-from rl_consistency.trainers.algorithms.loop import PolicyTrainer, in_groups
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, backward_passes, in_groups
 from rl_consistency.trainers.hooks import Metrics
-from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
-from rl_consistency.trainers.strategies.strategy import Backward
+from rl_consistency.trainers.losses import ClippedLoss, value_loss
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgedExperience(Experience):
-    """Experience with what the critic expected, and what came; fp32, of each token, on the CPU."""
-
-    values: Sequence[Tensor]
-    returns: Sequence[Tensor]
-
-
 @dataclass(eq=False, kw_only=True)
-class PPOTrainer(PolicyTrainer):
+class PPOTrainer(GRPOTrainer):
     """The critic learns from each rollout after the policy has."""
 
     critic: Critic
 
-    timed: ClassVar[tuple[str, ...]] = (*PolicyTrainer.timed, "critic")
+    timed: ClassVar[tuple[str, ...]] = (*GRPOTrainer.timed, "critic")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.config.algorithm.of_ppo is not None
         self._ppo = self.config.algorithm.of_ppo
-        self._loss_config = replace(self._loss_config, kl_coefficient=0.0)  # in the reward
+        self._loss_settings["kl_coefficient"] = 0.0  # in the reward
 
     def step(self, step: int) -> Metrics:
         metrics = super().step(step)
@@ -63,9 +54,7 @@ class PPOTrainer(PolicyTrainer):
         require_same_facts(self.ranks.world, {"the critic": digest}, when=f"after step {step}")
         return metrics | {"consistency/critic_digest": digest}
 
-    def _with_advantages(
-        self, experience: Experience, rewards: Tensor
-    ) -> tuple[Metrics, Experience]:
+    def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
         with self._timed("critic"):
             values = self._values(experience, self._own, self._micro_batch_size, self._layout)
         again = partial(self._values, experience, self._own[::-1], CHECK_SIZE, "left_padded")
@@ -87,10 +76,9 @@ class PPOTrainer(PolicyTrainer):
             metrics["reward/kl"] = fmean(sum(part) for part in kl)
         if self._ppo.whiten_advantages:
             advantages = whitened(advantages)
-        experience = replace(experience, advantages=[_fp32(part) for part in advantages])
-        judged: dict[str, Any] = vars(experience)
-        later = [_fp32(part) for part in returns]
-        return metrics, JudgedExperience(**judged, values=values, returns=later)
+        experience.advantages, experience.values = [_fp32(part) for part in advantages], values
+        experience.returns = [_fp32(part) for part in returns]
+        return metrics
 
     def _kl(self, experience: Experience) -> list[list[float]]:
         """The log-ratio of each token to the reference; zeros without one."""
@@ -114,16 +102,17 @@ class PPOTrainer(PolicyTrainer):
         return self.critic.model.values(sequences, prompt_lengths, layout)
 
     def _learn(self, experience: Experience) -> Metrics:
-        assert isinstance(experience, JudgedExperience)
         metrics = super()._learn(experience)
         updates: list[ClippedLoss] = []
         norms: list[float] = []
+        ranks = self.critic.ranks
         for part in self._minibatches(experience):
-            with self._timed("critic"):
-                output, norm = self._value_backward(experience, part)
+            loss = partial(self._value_loss, experience, part, self._layout)
+            output, norm = self._backward("critic", ranks, part, loss)
             if not updates:
-                again = self._value_passes(experience, part, "left_padded", {})
-                check = partial(self.critic.ranks.check, len(part), self._micro_batch_size, again)
+                loss = partial(self._value_loss, experience, part, "left_padded")
+                again = backward_passes(ranks, part, loss)
+                check = partial(ranks.check, len(part), self._micro_batch_size, again)
                 given = self.hook.on_value_gradients, check
                 metrics |= self._told("the critic's gradients", *given)
             with self._timed("critic"):
@@ -135,35 +124,8 @@ class PPOTrainer(PolicyTrainer):
             "value/gradient_norm": fmean(norms),
         }
 
-    def _value_backward(
-        self, experience: JudgedExperience, part: list[int]
-    ) -> tuple[ClippedLoss, float]:
-        """The critic's gradients of one optimizer step; its loss, and the gradients' norm."""
-        outputs: dict[int, ClippedLoss] = {}
-        passes = self._value_passes(experience, part, self._layout, outputs)
-        norm = self.critic.ranks.accumulate(len(part), self._micro_batch_size, passes)
-        return merge_outputs(self.critic.ranks.shared_tensors("value losses", outputs)), norm
-
-    def _value_passes(
-        self,
-        experience: JudgedExperience,
-        part: list[int],
-        layout: Layout,
-        outputs: dict[int, ClippedLoss],
-    ) -> Backward:
-        """The critic's backward passes of one optimizer step, whose losses go to `outputs`."""
-
-        def backward(batch: range, is_filler: bool) -> None:
-            group = [part[i] for i in batch]
-            output = self._value_loss(experience, part, group, layout)
-            self.critic.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
-            if not is_filler:
-                outputs[group[0]] = output
-
-        return backward
-
     def _value_loss(
-        self, experience: JudgedExperience, part: list[int], group: list[int], layout: Layout
+        self, experience: Experience, part: list[int], layout: Layout, group: list[int]
     ) -> ClippedLoss:
         """The share of `group` in the critic's loss of the optimizer step over `part`."""
         values = torch.cat(self._evaluate(experience, layout, group))

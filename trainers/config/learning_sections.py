@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
@@ -32,27 +31,25 @@ def _sampling(value: Any) -> Any:
     """The SamplingParams of a mapping; SamplingParams checks the values itself."""
     if not isinstance(value, dict):
         return value
-    if problems := list(_problems(value)):
-        raise ValueError("; ".join(problems))
-    return SamplingParams(**value)
-
-
-def _problems(value: dict[Any, Any]) -> Iterator[str]:
-    for key in value:
+    problems: list[str] = []
+    for key, given in value.items():
         if key not in SAMPLING_KEYS:
             near = get_close_matches(str(key), SAMPLING_KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the keys here are {_KEYS}"
-            yield f"unknown key {key}; {hint}"
+            problems.append(f"unknown key {key}; {hint}")
             continue
         try:
-            params = SamplingParams(**{key: value[key]})
+            params = SamplingParams(**{key: given})
         except (TypeError, ValueError) as error:
-            yield str(error)
+            problems.append(str(error))
         else:
             if params.temperature == 0:
-                yield "temperature must be above 0: greedy completions of a prompt are equal"
+                problems.append("temperature must be above 0: greedy completions are equal")
     if missing := [key for key in ("n", "max_tokens") if key not in value]:
-        yield f"missing: {', '.join(missing)}"
+        problems.append(f"missing: {', '.join(missing)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return SamplingParams(**value)
 
 
 class RolloutSection(RecipeSection):

@@ -105,24 +105,14 @@ class RunConfig(RecipeSection):
 
 def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
-    yield from _size_problems(config)
-    yield from _option_problems(config)
-    yield from _sharing_problems(config)
-
-
-def _size_problems(config: RunConfig) -> Iterator[str]:
-    data, rollout, algorithm, sampling = (
-        config.data,
-        config.rollout,
-        config.algorithm,
-        config.sampling,
-    )
-    prompt, answer = data.max_prompt_tokens, sampling.max_tokens
-    longest = prompt + answer
+    data, rollout, algorithm = config.data, config.rollout, config.algorithm
+    consistency, sampling, build = config.consistency, config.sampling, config.policy.build
+    longest = data.max_prompt_tokens + sampling.max_tokens
     needs = (
-        f"data.max_prompt_tokens {prompt} + rollout.sampling.max_tokens {answer} = {longest} tokens"
+        f"data.max_prompt_tokens {data.max_prompt_tokens} + rollout.sampling.max_tokens "
+        f"{sampling.max_tokens} = {longest} tokens"
     )
-    build, blocks, size = config.policy.build, rollout.num_kv_blocks, rollout.kv_block_size
+    blocks, size = rollout.num_kv_blocks, rollout.kv_block_size
     if build is not None and longest > (positions := build.max_position_embeddings):
         yield f"policy.build.max_position_embeddings: {positions} positions are fewer than {needs}"
     if blocks is not None and blocks * size < longest:
@@ -136,41 +126,22 @@ def _size_problems(config: RunConfig) -> Iterator[str]:
     examples = math.inf
     if data.task is not None:
         examples = min(data.task.train_size, data.limit or data.task.train_size)
+    chunk, of_chunk = rollout.prefill_chunk_size or 0, "rollout.max_batch_tokens"
+    buffer, of_buffer = algorithm.overlong_buffer, "rollout.sampling.max_tokens"
+    steps, warmup = config.optimizer_steps, config.optimizer.warmup_steps
     for path, value, limit, of in (
-        (
-            "rollout.prefill_chunk_size",
-            rollout.prefill_chunk_size or 0,
-            rollout.max_batch_tokens,
-            "rollout.max_batch_tokens",
-        ),
-        (
-            "algorithm.overlong_buffer",
-            algorithm.overlong_buffer,
-            answer,
-            "rollout.sampling.max_tokens",
-        ),
+        ("rollout.prefill_chunk_size", chunk, rollout.max_batch_tokens, of_chunk),
+        ("algorithm.overlong_buffer", buffer, sampling.max_tokens, of_buffer),
         ("rollout.prompts_per_step", rollout.prompts_per_step, examples, "training examples"),
-        (
-            "optimizer.warmup_steps",
-            config.optimizer.warmup_steps,
-            config.optimizer_steps,
-            "optimizer steps",
-        ),
+        ("optimizer.warmup_steps", warmup, steps, "optimizer steps"),
     ):
         if value > limit:
             yield f"{path}: {value} exceeds the {limit} {of}"
-
-
-def _option_problems(config: RunConfig) -> Iterator[str]:
-    data, algorithm, sampling = config.data, config.algorithm, config.sampling
-    if config.policy.build is not None and config.tokenizer.kind == "auto":
+    if build is not None and config.tokenizer.kind == "auto":
         yield "tokenizer.kind: a built policy has no tokenizer of its own: use byte"
-    build = config.policy.build
     if algorithm.balance_coefficient and build is not None and build.experts is None:
-        yield (
-            f"algorithm.balance_coefficient: {build.architecture} has no experts to balance: set "
-            "it to 0"
-        )
+        problem = f"{build.architecture} has no experts to balance: set it to 0"
+        yield f"algorithm.balance_coefficient: {problem}"
     if data.chat_template and config.tokenizer.kind == "byte":
         yield "data.chat_template: the byte tokenizer has none: use tokenizer.kind auto, or false"
     names, plain = ("top_k", "top_p", "min_p"), SamplingParams()
@@ -193,19 +164,15 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.ppo: has no meaning with name: {algorithm.name}; leave it out"
     if algorithm.name == "ppo" and algorithm.advantage != "grpo":
         yield "algorithm.advantage: ppo takes advantages from its critic; leave it out"
-    if config.consistency.value_check_every and algorithm.name != "ppo":
+    if consistency.value_check_every and algorithm.name != "ppo":
         yield f"consistency.value_check_every: {algorithm.name} has no values; set it to 0"
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
         yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
     evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
     if config.training.eval_every and not evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
-    if config.consistency.strict_except and config.consistency.strict is False:
+    if consistency.strict_except and consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
-
-
-def _sharing_problems(config: RunConfig) -> Iterator[str]:
-    consistency, strategy = config.consistency, config.training.strategy
     order, stock = consistency.gradient_leaves, consistency.strict is False
     if (order.count > 1 or not consistency.ordered) and (stock or consistency.strict_except):
         key = "gradient_leaves" if consistency.ordered else "ordered"
@@ -214,8 +181,8 @@ def _sharing_problems(config: RunConfig) -> Iterator[str]:
         yield "consistency.ordered: false gives each process one leaf: leave out gradient_leaves"
     elif order.count > 1:
         yield from (f"consistency.gradient_leaves: {p}" for p in part_problems(config, order))
-    if strategy is not None:
-        yield from strategy_problems(config, strategy)
+    if config.training.strategy is not None:
+        yield from strategy_problems(config, config.training.strategy)
 
 
 def part_problems(config: RunConfig, order: PartOrder) -> Iterator[str]:

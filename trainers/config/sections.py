@@ -22,7 +22,6 @@ from pydantic import (
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.numerics.strict import OPS, Strictness, current, strict
 from rl_consistency.parity.foreign_drift import Trainer
-from rl_consistency.trainers.data.arithmetic import check_parameters
 from rl_consistency.trainers.data.examples import OverlongPrompts
 
 LARGEST = 1e30
@@ -121,10 +120,6 @@ def _part_order(value: Any) -> Any:
     return PartOrder(*numbers)
 
 
-def _plain_parts(order: PartOrder) -> int | list[int]:
-    return order.inner if order.outer == 1 else [order.inner, order.outer]
-
-
 class ConsistencySection(RecipeSection):
     """What is checked while training, and what happens when a check fails."""
 
@@ -136,7 +131,7 @@ class ConsistencySection(RecipeSection):
     gradient_leaves: Annotated[
         PartOrder,
         BeforeValidator(_part_order, json_schema_input_type=int | list[int]),
-        PlainSerializer(_plain_parts),
+        PlainSerializer(lambda p: p.inner if p.outer == 1 else [p.inner, p.outer]),
     ] = PartOrder(1)
     """Parts into which the sequences of an optimizer step are cut; their gradients are added in
     order, on 1 to as many processes with the same bits. [B, A]: A groups of B, for several nodes.
@@ -244,7 +239,7 @@ class BuildSection(RecipeSection):
     """Experts of qwen3_moe, olmoe and mixtral; null in the dense families."""
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> BuildSection:
+    def _sizes_fit(self) -> BuildSection:
         heads, shared, size = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
         if heads % shared:
             raise ValueError(
@@ -257,10 +252,6 @@ class BuildSection(RecipeSection):
             )
         if self.architecture == "olmoe" and self.head_dim not in (None, size // heads):
             raise ValueError("olmoe norms whole projections: leave head_dim out")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit(self) -> BuildSection:
         if (self.experts is not None) != (self.architecture in SPARSE):
             wanted = "set experts" if self.experts is None else "leave experts out"
             raise ValueError(f"architecture {self.architecture}: {wanted}")
@@ -313,7 +304,11 @@ class ArithmeticSection(RecipeSection):
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
-        check_parameters(self.num_terms, self.max_value)
+        if (sums := self.max_value**self.num_terms) < 64:
+            raise ValueError(
+                f"{self.num_terms} terms up to {self.max_value} make only {sums} sums, too few for "
+                "two disjoint splits: raise num_terms or max_value"
+            )
         return self
 
 
@@ -387,8 +382,7 @@ class RewardSection(RecipeSection):
 
     @model_validator(mode="after")
     def _some_and_distinct(self) -> RewardSection:
-        names = [function.name for function in self.functions]
-        if not names:
+        if not (names := [function.name for function in self.functions]):
             raise ValueError("functions must name at least one reward function")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")

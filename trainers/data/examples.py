@@ -84,7 +84,12 @@ def read_jsonl(
     examples = []
     for index, line in enumerate(islice(_lines(path), limit)):
         place = f"{path}, line {index + 1}"
-        record = _record(line, place)
+        if not line.strip():
+            raise DataError(f"{place}: blank; remove the line")
+        try:
+            record = parse_json_object(line)
+        except ValueError as error:
+            raise DataError(f"{place}: {error}") from error
         messages = None
         if isinstance(record.get(prompt_field), list):
             messages = _messages(record[prompt_field], f"{place}: {prompt_field!r}")
@@ -118,15 +123,6 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line.rstrip(b"\r\n")
     except OSError as error:
         raise DataError(f"cannot read the data file {path}: {error.strerror or error}") from error
-
-
-def _record(line: bytes, place: str) -> dict[str, Any]:
-    if not line.strip():
-        raise DataError(f"{place}: blank; remove the line")
-    try:
-        return parse_json_object(line)
-    except ValueError as error:
-        raise DataError(f"{place}: {error}") from error
 
 
 def _text(record: dict[str, Any], name: str, place: str) -> str:
@@ -223,14 +219,6 @@ class DataOrder:
     seed: int = 0
     shuffle: bool = True
     """False visits every epoch in the order of the data."""
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.batch_size < 1:
-            raise ValueError(f"size {self.size} and batch_size {self.batch_size} must be positive")
-        if self.batch_size > self.size:
-            raise ValueError(
-                f"a batch of {self.batch_size} needs as many examples, got {self.size}"
-            )
 
     def draws(self, step: int) -> range:
         """The draw numbers of `step`, counted from 0."""

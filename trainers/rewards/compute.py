@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from numbers import Real
@@ -17,7 +20,6 @@ from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
-from rl_consistency.trainers.rewards.time_limit import TimeIsUp, time_limit
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """Largest number of float32, in which advantages are."""
@@ -48,11 +50,6 @@ def compute_rewards(
     RewardError, naming function and sample, when a function raises, takes too long, or does not
     return one finite number within float32 for each completion.
     """
-    for what, given in (("completions", completions), ("lists of token_ids", token_ids)):
-        if given is not None and len(given) != len(examples):
-            raise ValueError(f"{len(given)} {what} for {len(examples)} examples")
-    if token_ids is None and any(term.signature == "trl" for term in functions):
-        raise ValueError("a reward function of signature trl needs token_ids")
     batch = _Batch(examples, completions, token_ids or [[]] * len(examples), timeout)
     total = [0.0] * len(completions)
     by_function: dict[str, list[float]] = {}
@@ -75,18 +72,55 @@ def agreed_rewards(world: World, compute: Callable[[], Rewards]) -> Rewards:
         raise RewardError(str(error)) from error.__cause__
 
 
+class TimeIsUp(BaseException):
+    """The block took too long. No Exception: code that retries on those must not go on."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TimeIsUp` in the block after so many seconds; None lets it take any time.
+
+    It is raised between two steps of Python or out of a waiting system call, and once more at the
+    end of the block where it was swallowed. A library that computes without end is not interrupted.
+    ValueError outside the main thread, where Python runs no handlers.
+    """
+    if seconds is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("a time limit needs the main thread: set reward.timeout to null")
+    raised: list[TimeIsUp] = []
+    ended = False
+
+    def end(*_: Any) -> None:
+        if not ended:
+            raised.append(TimeIsUp())
+            raise raised[0]
+
+    number = signal.SIGRTMAX  # judges of mathematics use SIGALRM themselves
+    before = signal.signal(number, end)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), number))
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            ended = True
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(number, before)
+    if raised:
+        raise raised[0]
+
+
 @dataclass(frozen=True)
 class _Batch:
     examples: Sequence[Example]
     completions: Sequence[str]
     token_ids: Sequence[Sequence[int]]
     timeout: float | None
-
-    def only(self, index: int) -> _Batch:
-        """The batch of one sample."""
-        one = slice(index, index + 1)
-        lists = self.examples[one], self.completions[one], self.token_ids[one]
-        return _Batch(*lists, self.timeout)
 
     def sample(self, index: int) -> str:
         """A sample, as messages name it."""
@@ -167,6 +201,8 @@ def _call(term: RewardFunction, batch: _Batch) -> tuple[Any, BaseException | Non
 def _failing_sample(term: RewardFunction, batch: _Batch) -> str:
     """The first sample that also fails when the function is given it alone."""
     for index in range(len(batch.completions)):
-        if _call(term, batch.only(index))[1] is not None:
+        one = slice(index, index + 1)
+        lists = batch.examples[one], batch.completions[one], batch.token_ids[one]
+        if _call(term, _Batch(*lists, batch.timeout))[1] is not None:
             return batch.sample(index)
     return f"on the batch of {len(batch.completions)}, on no sample of it alone"

@@ -130,15 +130,6 @@ class RewardFunction:
         return _place(error, [module for module in named if isinstance(module, str)])
 
 
-def reward_functions(config: RunConfig) -> list[RewardFunction]:
-    """The reward functions that a recipe names; RewardError where one cannot be found."""
-    answer = config.data.answer_field
-    return [
-        RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)
-        for term in config.reward.functions
-    ]
-
-
 def resolve(name: str) -> RewardCallable:
     """The reward function of that name: built in, or `package.module:function`."""
     if ":" not in name:
@@ -169,8 +160,13 @@ def resolve(name: str) -> RewardCallable:
 
 
 def fitting_rewards(config: RunConfig, *sets: PromptSet | None) -> list[RewardFunction]:
-    """`reward_functions`, each of which fits the data of the sets: see `check_data`."""
-    functions = reward_functions(config)
+    """The reward functions of a recipe; RewardError where one cannot be found or does not fit the
+    data of the sets (see `check_data`)."""
+    answer = config.data.answer_field
+    functions = [
+        RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)
+        for term in config.reward.functions
+    ]
     for prompts in filter(None, sets):
         check_data(functions, prompts.examples)
     return functions

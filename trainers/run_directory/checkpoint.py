@@ -31,8 +31,7 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 
 FORMAT = 3
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
-CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
-_KEPT = ("schedule", "totals", "extra")
+_TENSORS = ("optimizer", "critic", "critic_optimizer")  # beside the weights
 _REMEDY = "Remove this checkpoint directory and resume from the one before it."
 REWARD_FUNCTION = "reward function"
 """What the names of entries begin with that hold digests of reward functions."""
@@ -57,9 +56,9 @@ class Checkpoint:
     """The hook's state."""
     extra: dict[str, Any]
     """Plain values the trainer keeps across a restart."""
-    critic: dict[str, Tensor] | None
+    critic: dict[str, Tensor] | None = None
     """Weights; None without a critic."""
-    critic_optimizer: dict[str, Tensor] | None
+    critic_optimizer: dict[str, Tensor] | None = None
 
 
 class StepEnd(NamedTuple):
@@ -75,18 +74,17 @@ def save_checkpoint(
     step: int,
     model: Any,
     tokenizer: Any,
-    optimizer: Mapping[str, Tensor],
     schedule: Mapping[str, Any],
     totals: Mapping[str, Any],
     extra: Mapping[str, Any],
     fingerprint: Fingerprint,
     keep: int,
-    critic: Mapping[str, Tensor] | None = None,
-    critic_optimizer: Mapping[str, Tensor] | None = None,
+    **tensors: Mapping[str, Tensor],
 ) -> Path:
     """Write `directory/step_NNNNNN`, which must not exist; remove all but the newest `keep`.
 
-    What is behind a link stays, and so does what `strangers` finds somebody else's hand in.
+    `tensors` are those of the optimizer and, with one, of critic and critic_optimizer. What is
+    behind a link stays, and so does what `strangers` finds somebody else's hand in.
     CheckpointError, and nothing changed, where it cannot be written.
     """
     target = directory / checkpoint_name(step)
@@ -99,10 +97,8 @@ def save_checkpoint(
                 model.generation_config.save_pretrained(place)
             tokenizer.save_pretrained(place)
             save_file(_weights(model), place / WEIGHTS, metadata={"format": "pt"})
-            others = {OPTIMIZER: optimizer, CRITIC: critic, CRITIC_OPTIMIZER: critic_optimizer}
-            for name, tensors in others.items():
-                if tensors is not None:
-                    save_file(_contiguous(tensors), place / name)
+            for name, parts in tensors.items():
+                save_file(_contiguous(parts), place / f"{name}.safetensors")
             files = sorted(file for file in place.rglob("*") if file.is_file())
             state = {
                 "format": FORMAT,
@@ -143,12 +139,6 @@ def read_weights(file: Path, digest: str) -> dict[str, Tensor]:
             "run."
         )
     return load_file(file)
-
-
-def load_frozen(model: Any, file: Path, digest: str) -> None:
-    """Give a model what `save_weights` wrote, to be kept; CheckpointError as of `read_weights`."""
-    load_weights(model, read_weights(file, digest))
-    model.requires_grad_(False)
 
 
 @contextmanager
@@ -206,21 +196,10 @@ def load_checkpoint(
         file = path / name
         if not file.is_file() or file_digest(file) != digest:
             raise CheckpointError(f"{file} is missing, truncated or damaged (SHA-256). {_REMEDY}")
-    present = {WEIGHTS, OPTIMIZER, *state["files"]}
-    weights, optimizer, critic, critic_optimizer = (
-        load_file(path / name) if name in present else None
-        for name in (WEIGHTS, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
-    )
-    assert weights is not None and optimizer is not None
-    return Checkpoint(
-        path,
-        state["step"],
-        weights,
-        optimizer,
-        **{name: state[name] for name in _KEPT},
-        critic=critic,
-        critic_optimizer=critic_optimizer,
-    )
+    given = {name: path / f"{name}.safetensors" for name in _TENSORS}
+    tensors = {name: load_file(file) for name, file in given.items() if file.name in state["files"]}
+    kept = {name: state[name] for name in ("schedule", "totals", "extra")}
+    return Checkpoint(path, state["step"], load_file(path / WEIGHTS), **tensors, **kept)
 
 
 def strangers(path: Path) -> list[Path]:
@@ -280,26 +259,26 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def capture() -> dict[str, Any]:
-    """The states as plain values that survive JSON."""
+    """The random states as plain values that survive JSON."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, internal, gauss_next = random.getstate()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return {
-        "python": [version, list(internal), gauss_next],
+        "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": _hex(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "cuda": None if cuda is None else bytes(cuda.tolist()).hex(),
     }
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore(state: Mapping[str, Any]) -> None:
     """Set the states to what `capture` gave."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(_state(state["torch"]))
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(_state(state["cuda"]))
+    for name, put in {"torch": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}.items():
+        if state[name] is not None:
+            put(torch.tensor(list(bytes.fromhex(state[name])), dtype=torch.uint8))
 
 
 @contextmanager
@@ -313,11 +292,3 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         restore(before)
-
-
-def _hex(state: Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _state(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -44,10 +44,8 @@ CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
 METRICS, DIGESTS, SAMPLES = "metrics.jsonl", "digests.jsonl", "samples.jsonl"
 FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
+NAMES = (*FILES, CHECKPOINTS, REPLAY)
 FORMAT = 1
-
-_BUNDLE = re.compile(r"bundle-[0-9a-f]{16}")
-_BUNDLE_FILES = {*FILES_OF_A_BUNDLE, LOCALIZATION, TEXTS}
 
 
 class RunDirectoryError(ValueError):
@@ -69,8 +67,7 @@ def check_directory(
         )
     require_kinds(directory)
     listed = _listed(directory)
-    names = (*FILES, CHECKPOINTS, REPLAY)
-    unlisted = [n for n in names if n not in listed and os.path.lexists(directory / n)]
+    unlisted = [n for n in NAMES if n not in listed and os.path.lexists(directory / n)]
     if unlisted:
         raise RunDirectoryError(
             f"{directory} holds {', '.join(unlisted)}, which no run of ours wrote: its "
@@ -103,7 +100,7 @@ def require_kinds(directory: Path) -> None:
 
     A pipe would be waited for, a folder could not be replaced at the end of a run.
     """
-    for name in (*FILES, MANIFEST, LOCK, CHECKPOINTS, REPLAY):
+    for name in (*NAMES, MANIFEST, LOCK):
         path, folder = directory / name, name in (CHECKPOINTS, REPLAY)
         if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file()):
             kind = "directory" if folder else "regular file"
@@ -121,7 +118,8 @@ def locked(directory: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(open(directory / LOCK, "ab", buffering=0, opener=_no_link))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            file = stack.enter_context(FileIO(os.open(directory / LOCK, flags, 0o666), "w"))
             _locks.add(file)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -137,17 +135,8 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _close_locks() -> None:
-    for file in _locks:
-        file.close()
-
-
 _locks: WeakSet[FileIO] = WeakSet()
-os.register_at_fork(after_in_child=_close_locks)
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
 
 
 @contextmanager
@@ -172,8 +161,7 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
             discard(folder)
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    names = [*FILES, CHECKPOINTS, REPLAY]
-    write_whole(directory / MANIFEST, seal({"format": FORMAT, "names": names}))
+    write_whole(directory / MANIFEST, seal({"format": FORMAT, "names": [*NAMES]}))
     write_config(config)
 
 
@@ -245,23 +233,20 @@ def _require_removable(config: RunConfig) -> None:
             "links, and --overwrite removes nothing else. Move them away, or choose another "
             "run.output_dir."
         )
-    doomed = {(directory / name).resolve() for name in (*FILES, CHECKPOINTS, REPLAY)}
+    doomed = {(directory / name).resolve() for name in NAMES}
     for key, path in (
         ("policy.path", config.policy.path),
         ("data.path", config.data.path),
         ("data.eval_path", config.data.eval_path),
     ):
-        for file in () if path is None else (path, *_links_in(path)):
+        links = [f for f in path.iterdir() if f.is_symlink()] if path and path.is_dir() else []
+        for file in [path, *links] if path else []:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
                 raise RunDirectoryError(
                     f"{key} {file} lies inside the run in {directory} that --overwrite would "
                     "remove: choose another run.output_dir."
                 )
-
-
-def _links_in(path: Path) -> list[Path]:
-    return [file for file in path.iterdir() if file.is_symlink()] if path.is_dir() else []
 
 
 def _strangers(directory: Path) -> Iterator[Path]:
@@ -278,10 +263,10 @@ def _strangers(directory: Path) -> Iterator[Path]:
 
 def _beside_a_bundle(path: Path) -> list[Path]:
     """What no run wrote of a path in the folder of the replay bundles."""
-    if path.is_symlink() or not path.is_dir() or not _BUNDLE.fullmatch(path.name):
-        return [path]
-    found = sorted(path.iterdir())
+    bundle = re.fullmatch(r"bundle-[0-9a-f]{16}", path.name) and path.is_dir()
+    found = sorted(path.iterdir()) if bundle and not path.is_symlink() else []
     if not found:  # a whole bundle is renamed into its place
         return [path]
-    strange = [f for f in found if f.name not in _BUNDLE_FILES or f.is_symlink() or not f.is_file()]
+    ours = {*FILES_OF_A_BUNDLE, LOCALIZATION, TEXTS}
+    strange = [f for f in found if f.name not in ours or f.is_symlink() or not f.is_file()]
     return [f for f in strange if not is_leftover(f)]

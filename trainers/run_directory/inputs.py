@@ -34,8 +34,6 @@ FREE = {
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
 no bit depends on them."""
-
-
 CHECKS = {
     "consistency": {
         *("gradient_check_every", "gradient_check_sequences", "value_check_every"),
@@ -43,7 +41,6 @@ CHECKS = {
     }
 }
 """What looks at a run and moves nothing in it."""
-
 SCHEDULING = {
     "policy": {"gradient_checkpointing"},
     "rollout": {
@@ -93,7 +90,8 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
     config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)
     generation = model.generation_config and model.generation_config.to_json_string()
-    with explained("the tokenizer's files", _free_temporary), TemporaryDirectory() as directory:
+    remedy = "Free some space in the folder of temporary files, or set TMPDIR to another."
+    with explained("the tokenizer's files", lambda: remedy), TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
         contents = [[str(f.relative_to(directory)), file_digest(f)] for f in files]
@@ -102,10 +100,6 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
         "policy's config": _digest([config, generation]),
         "tokenizer": _digest(contents),
     }
-
-
-def _free_temporary() -> str:
-    return "Free some space in the folder of temporary files, or set TMPDIR to another."
 
 
 def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:

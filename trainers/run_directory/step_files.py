@@ -122,7 +122,6 @@ Metrics = Mapping[str, Metric]
 
 LARGEST = 1e50
 """Beyond float32; what is larger cannot be summed up and drawn."""
-_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsFile(RowsFile):
@@ -136,12 +135,13 @@ class MetricsFile(RowsFile):
         """Append the metrics of a step. ValueError also on one beyond `LARGEST`; TypeError on what
         is neither a number nor the text of a digest."""
         _check_metrics(row)
-        super().log(step, _plain(row))
+        super().log(step, plain(row))
 
 
-def _plain(metrics: Metrics) -> dict[str, Metric]:
-    floats = {k: float(v) for k, v in metrics.items() if isinstance(v, float)}
-    return {**metrics, **{k: str(v) for k, v in floats.items() if not math.isfinite(v)}}
+def plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its non-finite numbers as texts."""
+    floats = {name: float(value) for name, value in row.items() if isinstance(value, float)}
+    return {**row, **{name: str(v) for name, v in floats.items() if not math.isfinite(v)}}
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:
@@ -160,13 +160,13 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All steps of a metrics file, in order; ValueError, naming file and line, on a damaged one."""
-    return read_rows(path, _read)
 
+    def check(row: dict[str, Any]) -> None:
+        texts = {k: v for k, v in row.items() if isinstance(v, str)}
+        row |= {k: float(v) for k, v in texts.items() if v in ("nan", "inf", "-inf")}
+        _check_metrics(row)
 
-def _read(row: dict[str, Any]) -> None:
-    texts = {k: v for k, v in row.items() if isinstance(v, str)}
-    row |= {k: _NONFINITE[v] for k, v in texts.items() if v in _NONFINITE}
-    _check_metrics(row)
+    return read_rows(path, check)
 
 
 Digests = Mapping[str, str | Mapping[str, str]]
@@ -192,43 +192,42 @@ class StepFiles:
         states = resume_from or {}
         for name, state in states.items():
             kept_rows(directory / name, state)
-        self._digests = RowsFile(directory / DIGESTS, resume_from=states.get(DIGESTS))
-        self._samples = RowsFile(directory / SAMPLES, resume_from=states.get(SAMPLES))
-        self._metrics = MetricsFile(directory / METRICS, resume_from=states.get(METRICS))
+        # Metrics last: a step that has them has its digests too.
+        self._files = {
+            name: kind(directory / name, resume_from=states.get(name))
+            for name, kind in {DIGESTS: RowsFile, SAMPLES: RowsFile, METRICS: MetricsFile}.items()
+        }
 
     def state(self) -> dict[str, Any]:
         """What `resume_from` needs to continue from here."""
-        files = {DIGESTS: self._digests, SAMPLES: self._samples, METRICS: self._metrics}
-        return {name: file.state() for name, file in files.items()}
+        return {name: file.state() for name, file in self._files.items()}
 
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of all steps so far."""
         return read_metrics(self._directory / METRICS)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        # Metrics last: a step that has them has its digests too.
         if digests := self._take_digests():
-            self._digests.log(step, digests)
+            self._files[DIGESTS].log(step, digests)
         if samples := self._shown():
-            self._samples.log(step, {"samples": samples})
-        self._metrics.log(step, metrics)
+            self._files[SAMPLES].log(step, {"samples": samples})
+        self._files[METRICS].log(step, metrics)
 
     def close(self, *, failed: bool = False) -> None:
-        self._metrics.close()
-        self._samples.close()
-        self._digests.close()
+        for file in self._files.values():
+            file.close()
 
 
 def read_digests(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All steps of a digests file, in order; ValueError, naming file and line, on a damaged one."""
-    return read_rows(path, _check_digests)
 
+    def check(row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            texts = value.values() if isinstance(value, dict) else [value]
+            if name != "step" and not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"{name!r} is neither a digest nor an object of digests")
 
-def _check_digests(row: Mapping[str, Any]) -> None:
-    for name, value in row.items():
-        texts = value.values() if isinstance(value, dict) else [value]
-        if name != "step" and not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"{name!r} is neither a digest nor an object of digests")
+    return read_rows(path, check)
 
 
 Rows = Sequence[Mapping[str, Any]]

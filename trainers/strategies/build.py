@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.launch import strategy_of
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
 from rl_consistency.trainers.strategies.strategy import Replicated, Strategy
-from rl_consistency.trainers.strategies.zero import Zero, Zero1, Zero2, Zero3
+from rl_consistency.trainers.strategies.zero import Zero
 
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "replicated": Replicated,
     "fsdp2": FSDP2,
-    "zero1": Zero1,
-    "zero2": Zero2,
-    "zero3": Zero3,
+    **{f"zero{stage}": partial(Zero, stage=stage) for stage in (1, 2, 3)},
 }
 
 
@@ -32,20 +30,8 @@ def check_canonical(config: RunConfig) -> None:
         raise ValueError(f"consistency.{key} needs canonical ops: set strict to true")
 
 
-def check_strategy(config: RunConfig) -> None:
-    """ValueError where what the strategy needs is not installed."""
-    name = strategy_of(config.training.strategy)
-    if issubclass(STRATEGIES[name], Zero) and find_spec("deepspeed") is None:
-        raise ValueError(
-            f"training.strategy {name} needs deepspeed, and deepspeed is not installed: "
-            "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
-        )
-
-
 def build_strategy(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
-    """Build the strategy of `training.strategy`, or of the launcher.
-
-    Every rank calls it, with the same weights in a patched policy.
-    """
-    strategy, consistency = STRATEGIES[strategy_of(config.training.strategy)], config.consistency
+    """The strategy of a checked recipe. Every rank calls it, with equal weights, patched."""
+    consistency = config.consistency
+    strategy = STRATEGIES[config.training.strategy or "replicated"]
     return strategy(world, consistency.gradient_leaves, policy, ordered=consistency.ordered)

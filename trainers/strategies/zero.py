@@ -42,13 +42,24 @@ class _Place(NamedTuple):
 
 
 class Zero(Strategy):
-    """Masters and moments lie in flat partitions; `pieces` finds the parameters in them."""
+    """Masters and moments lie in flat partitions; `pieces` finds the parameters in them.
+
+    In stage 3 weights are gathered for each call of a module: all ranks run as many passes.
+    """
 
     keeps_shards = True
-    stage: int
 
-    def __init__(self, world: World, order: PartOrder, policy: nn.Module, *, ordered: bool = True):
+    def __init__(
+        self,
+        world: World,
+        order: PartOrder,
+        policy: nn.Module,
+        *,
+        stage: int,
+        ordered: bool = True,
+    ):
         super().__init__(world, order, policy, ordered=ordered)
+        self.stage = stage
         self._gradients: dict[str, Tensor] = {}
         if ordered:
             self._collect(self._sum or OrderedSum(world, order))
@@ -57,12 +68,9 @@ class Zero(Strategy):
             self.model, self._utils = _engine(policy, self.stage, self.dtype)
             self._stack = stack.pop_all()
         zero = self.model.optimizer
-        own = (
-            zero.fp32_partitioned_groups_flat
-            if self.stage == 3
-            else zero.single_partition_of_fp32_groups
-        )
-        self._partitions = {f"partition {index}": part for index, part in enumerate(own)}
+        own = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+        flat = getattr(zero, own)
+        self._partitions = {f"partition {index}": part for index, part in enumerate(flat)}
         self._places = {name: self._place(name) for name in self._parameters}
 
     def close(self) -> None:
@@ -120,11 +128,11 @@ class Zero(Strategy):
         assert self.model.was_step_applied()
 
     def pieces(self, cut: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, place in self._places.items():
-            part = cut[place.partition]
-            found[name] = part.narrow(0, place.offset, place.length) if part.dim() else part
-        return found
+        parts = {name: (cut[place.partition], place) for name, place in self._places.items()}
+        return {
+            name: part.narrow(0, place.offset, place.length) if part.dim() else part
+            for name, (part, place) in parts.items()
+        }
 
     def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         def gather(name: str) -> Tensor:
@@ -179,24 +187,6 @@ class Zero(Strategy):
         if self.stage == 3:
             return self._utils.safe_get_local_grad(parameter)[: self._places[name].length].clone()
         return self.part(name, self._utils.safe_get_full_grad(parameter)).clone()
-
-
-class Zero1(Zero):
-    """Parts of masters and moments; a bf16 policy needs stage 2, whose sums are fp32."""
-
-    stage = 1
-
-
-class Zero2(Zero):
-    """Parts of gradients too."""
-
-    stage = 2
-
-
-class Zero3(Zero):
-    """Parts of weights too, gathered for each call of a module: all ranks run as many passes."""
-
-    stage = 3
 
 
 def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.build import build_strategy
 from rl_consistency.trainers.strategies.strategy import Replicated, Strategy
 from rl_consistency.verify.mutants.mutant import Mutant, mutant
@@ -75,11 +74,16 @@ def norm_over_shards(world: World, parts: Mapping[str, Tensor], numels: Mapping[
     return sum(world.gather("squares", own)) ** 0.5
 
 
-@mutant("schedule per process", ALL, at=(attribute, launch, "Accelerator"))
-def one_scheduler_step_per_process(**given: Any) -> Accelerator:
+_step = PolicyOptimizer.step
+
+
+@mutant("schedule per process", ALL, at=(attribute, PolicyOptimizer, "step"))
+def one_scheduler_step_per_process(self: PolicyOptimizer, norm: float | None = None) -> float:
     """The learning rate falls by a step for each process."""
-    given["step_scheduler_with_optimizer"] = True
-    return Accelerator(**given)
+    found = _step(self, norm)
+    for _ in range(self._ranks.world.size - 1):
+        self._schedule.step()
+    return found
 
 
 WORLD_MUTANTS = tuple(value for value in globals().values() if isinstance(value, Mutant))

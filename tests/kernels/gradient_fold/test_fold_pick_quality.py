@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.tune.random_times import mean_and_lowest, timed_folds
 from rl_consistency.kernels.gradient_fold.schedules import (
     POINTER,
     TMA,
@@ -16,9 +15,10 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     expected_us,
     pick,
 )
+from tests.kernels.random_times import mean_and_lowest, timed_works
 
 H200 = 132
-FOLDS = timed_folds()
+FOLDS = timed_works("folds", "fold_schedules")
 JUDGES = [timed for timed in FOLDS if not timed.fitted]
 
 SMALL = 4_000_000

@@ -6,15 +6,14 @@ No GPU is needed: every schedule was timed at every shape.
 import pytest
 import torch
 
-from benchmarks.shapes import BANDS
-from benchmarks.tune.random_times import mean_and_lowest, timed_products
 from rl_consistency.kernels.matmul.cublaslt import LIBRARY_ROWS, prefers_library
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
     pick,
 )
+from tests.kernels.random_times import BANDS, mean_and_lowest, timed_works
 
-PRODUCTS = timed_products()
+PRODUCTS = timed_works("products", "schedules")
 JUDGES = [timed for timed in PRODUCTS if not timed.fitted]
 BY_NAME = {s.name: s for s in CANDIDATES}
 
@@ -41,6 +40,12 @@ TRITON_SHARES = {
     BANDS[3]: (0.98, 0.92),
 }
 """Time of the best schedule by that of the one picked, which runs where no certificate is had."""
+
+
+def test_about_half_of_the_shapes_judges_in_every_band():
+    for low, high in BANDS:
+        fitted = [timed.fitted for timed in PRODUCTS if low <= timed.shape[1] <= high]
+        assert 0.3 < sum(fitted) / len(fitted) < 0.7
 
 
 def within(band):

@@ -186,12 +186,10 @@ def test_changed_weights_are_read_and_moved_ones_are_captured_again(model):
 
 
 def test_a_hook_on_a_module_is_run(model):
-    graphs = captured_for(model)
-    seen = []
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    loss(model, BATCHES[0], 1).backward()
+    graphs, seen = captured_for(model), []
+    with model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1)):
+        loss(model, BATCHES[0], 1).backward()
     assert seen == [1] and graphs.replays == 0
-    handle.remove()
 
 
 def test_scoring_without_gradients_takes_graphs_that_are_there(model):
@@ -233,8 +231,7 @@ def test_weights_written_between_the_two_passes_are_refused(model, frozen):
 
 
 def test_graphs_do_not_keep_their_model():
-    model = build_preset("tiny-qwen3")
-    with patch(model, grad_dtype=torch.float32):
+    with patch(model := build_preset("tiny-qwen3"), grad_dtype=torch.float32):
         captured_for(model)
         gone = weakref.ref(model.model)
         gc.disable()

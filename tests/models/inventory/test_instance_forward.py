@@ -31,34 +31,17 @@ def partial_forward(module):
     module.forward = functools.partial(type(module).forward, module)
 
 
-class Recorder:
-    def __call__(self, *args, **kwargs):
-        raise AssertionError("it must not be reached")
-
-
-def callable_object(module):
-    module.forward = Recorder()
-
-
 def mock(module):
     """It has every attribute that is asked for."""
-    module.forward = Mock()
+    module.forward = Mock(side_effect=AssertionError("it must not be reached"))
 
 
+HALF, NORM = f"{__name__}.halved_forward.<locals>.half", "CanonicalRMSNorm.forward"
 SET = {
     "TRL's fused head": (by_trl, "", "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward"),
-    "a wrapping function": (
-        halved_forward,
-        "model.layers.1.mlp",
-        f"{__name__}.halved_forward.<locals>.half",
-    ),
-    "a partial": (
-        partial_forward,
-        "model.norm",
-        "rl_consistency.models.modules.CanonicalRMSNorm.forward",
-    ),
-    "a mock": (mock, "model.norm", "a unittest.mock.Mock"),
-    "an object": (callable_object, "model.layers.0.self_attn", f"a {__name__}.Recorder"),
+    "a wrapping function": (halved_forward, "model.layers.1.mlp", HALF),
+    "a partial": (partial_forward, "model.norm", f"rl_consistency.models.modules.{NORM}"),
+    "a mock": (mock, "model.layers.0.self_attn", "a unittest.mock.Mock"),
 }
 
 

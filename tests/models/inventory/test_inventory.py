@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from operator import methodcaller
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def set_on(path, **attributes):
             setattr(model.get_submodule(path), name, value)
 
     return change
+
+
+def at(path, function):
+    """A call with one module."""
+    return lambda model, undo: function(model.get_submodule(path))
 
 
 def in_config(**values):
@@ -77,28 +83,8 @@ def relu(model, undo):
         layer.mlp.act_fn = nn.ReLU()
 
 
-def scaled_frequencies(model, undo):
-    model.model.rotary_emb.inv_freq.mul_(0.25)
-
-
-def scaled_data(model, undo):
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.25
-
-
 def hooked_everywhere(model, undo):
     undo.enter_context(register_module_forward_hook(lambda *_: None))
-
-
-def pruned(model, undo):
-    prune.random_unstructured(first_mlp(model).up_proj, "weight", amount=0.3)
-
-
-def weight_norm(model, undo):
-    parametrizations.weight_norm(first_mlp(model).up_proj)
-
-
-def old_weight_norm(model, undo):
-    nn.utils.weight_norm(first_mlp(model).up_proj)
 
 
 def own_attention(model, undo):
@@ -138,24 +124,12 @@ def instance_forward(model, undo):
     mlp.forward = functools.partial(modeling_qwen3.Qwen3MLP.forward, mlp)
 
 
-def fewer_layers(model, undo):
-    del model.model.layers[0]
-
-
-def no_norm(model, undo):
-    model.model.layers[0].self_attn.q_norm = None
-
-
 def other_rope(model, undo):
     model.config.rope_parameters["rope_theta"] = 500.0
 
 
 def two_configs(model, undo):
     model.model.config = copy.deepcopy(model.config)
-
-
-def extra_buffer(model, undo):
-    first_mlp(model).register_buffer("mask", torch.ones(1))
 
 
 def shadowed(model, undo):
@@ -176,10 +150,6 @@ def renamed(model, undo):
     parts["query"] = parts.pop("q_proj")
 
 
-def without_last_norm(model, undo):
-    del model.model.norm
-
-
 @functools.wraps(modeling_qwen3.Qwen3MLP.forward)
 def half_mlp(self, x):
     return half_mlp.__wrapped__(self, x) * 0.5
@@ -194,7 +164,23 @@ half_linears = replaced(nn.Linear, "forward", half_linear)
 other_mlps = replaced(modeling_qwen3, "Qwen3MLP", OtherMLP)
 half_rotaries = replaced(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
 
-ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+
+def other_frequencies(rotary):
+    rotary.inv_freq = rotary.inv_freq * 0.25
+
+
+def slower(rotary):
+    rotary.inv_freq.mul_(0.25)
+
+
+def with_buffer(mlp):
+    mlp.register_buffer("mask", torch.ones(1))
+
+
+ATTENTION, MLP, ROTARY = "model.layers.1.self_attn", "model.layers.1.mlp", "model.rotary_emb"
+UP, FIRST = f"{MLP}.up_proj", "model.layers.0.self_attn"
+drop_first, drop_norm = methodcaller("__delitem__", 0), methodcaller("__delattr__", "norm")
+prune_some = functools.partial(prune.random_unstructured, name="weight", amount=0.3)
 
 REFUSED = {
     "bias on the head": (biased_head, r"lm_head \(Linear\) has parameters .*'bias'"),
@@ -222,8 +208,11 @@ REFUSED = {
     ),
     "subclass of the MLP": (subclassed, r"mlp \(OtherMLP\) has no canonical order"),
     "forward on the instance": (instance_forward, r"mlp \(Qwen3MLP\) had its forward replaced"),
-    "frequencies": (scaled_frequencies, r"rotary_emb .* has another inv_freq than"),
-    "frequencies replaced": (scaled_data, r"rotary_emb .* has another inv_freq than"),
+    "frequencies": (at(ROTARY, slower), r"rotary_emb .* has another inv_freq than"),
+    "frequencies replaced": (
+        at(ROTARY, other_frequencies),
+        "rotary_emb .* has another inv_freq than",
+    ),
     "scaling": (set_on(ATTENTION, scaling=0.5), r"self_attn .* has scaling=0.5, and the config"),
     "not causal": (set_on(ATTENTION, is_causal=False), "has is_causal=False"),
     "dropout": (set_on(ATTENTION, attention_dropout=0.5), "has attention_dropout=0.5"),
@@ -232,23 +221,20 @@ REFUSED = {
     "window": (set_on(ATTENTION, sliding_window=4), "has sliding_window=4"),
     "scaled gradient": (set_on("model.embed_tokens", scale_grad_by_freq=True), "by_freq=True, and"),
     "renormalized embedding": (set_on("model.embed_tokens", max_norm=1.0), "has max_norm=1.0"),
-    "pruned": (pruned, "up_proj .* has its own weight, which hides"),
-    "weight norm": (weight_norm, "up_proj .* has no canonical order: the config makes a Linear"),
-    "old weight norm": (old_weight_norm, "up_proj .* has its own weight, which hides"),
+    "pruned": (at(UP, prune_some), "up_proj .* has its own weight, which hides"),
+    "weight norm": (at(UP, parametrizations.weight_norm), "up_proj .* the config makes a Linear"),
+    "old weight norm": (at(UP, nn.utils.weight_norm), "up_proj .* has its own weight, which hides"),
     "an adapter": (adapter_named_alike, r"q_proj \(peft.layer.Linear\) has no canonical order"),
     "own attention": (own_attention, "attention implementation 'twice' is a function of"),
-    "compiled part": (lambda model, _: first_mlp(model).compile(), r"mlp \(Qwen3MLP\) is compiled"),
+    "compiled part": (at(MLP, nn.Module.compile), r"mlp \(Qwen3MLP\) is compiled"),
     "wrapped part": (wrapped_by_a_compiler, r"mlp \(OptimizedModule\) has no canonical order"),
-    "a layer less": (fewer_layers, r"layers \(ModuleList\) has 1 layers, .*num_hidden_layers is 2"),
-    "no norm": (no_norm, r"q_norm \(Qwen3RMSNorm\) is missing"),
+    "a layer less": (at("model.layers", drop_first), "has 1 layers, .*num_hidden_layers is 2"),
+    "no norm": (set_on(FIRST, q_norm=None), r"q_norm \(Qwen3RMSNorm\) is missing"),
     "more layers in the config": (in_config(num_hidden_layers=3), "2 layer_types for num_hidden"),
-    "hidden by an attribute": (
-        shadowed,
-        r"1.mlp.up_proj \(Linear\) is hidden by an attribute",
-    ),
+    "hidden by an attribute": (shadowed, r"up_proj \(Linear\) is hidden by an attribute"),
     "around a layer": (wrapped, r"layers.0 \(Sequential\) has no canonical order"),
     "another name": (renamed, r"self_attn.q_proj \(Linear\) is missing"),
-    "no last norm": (without_last_norm, r"model.norm \(Qwen3RMSNorm\) is missing"),
+    "no last norm": (at("model", drop_norm), r"model.norm \(Qwen3RMSNorm\) is missing"),
     "rope in the config": (other_rope, "rotary_emb .* has another inv_freq than the config makes"),
     "eps in the config": (in_config(rms_norm_eps=0.1), "has variance_epsilon=1e-06, and"),
     "activation in the config": (in_config(hidden_act="gelu"), "makes a GELUActivation|has 'gelu'"),
@@ -256,7 +242,7 @@ REFUSED = {
     "one dtype": (lambda model, undo: model.model.norm.bfloat16(), "model.norm.weight is torch.bf"),
     "one config": (two_configs, r"model \(Qwen3Model\) has a config that is not the model's"),
     "a tensor subclass": (tensor_subclass, "up_proj.weight is a Sharded"),
-    "an extra buffer": (extra_buffer, "mlp .* has buffers {'mask'"),
+    "an extra buffer": (at(MLP, with_buffer), "mlp .* has buffers {'mask'"),
 }
 
 BEFORE_ONLY = {"bias on the head", "weight norm", "another MLP class"}

@@ -18,6 +18,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
 from tests.models.inventory.test_inventory import (
+    at,
     hooked,
     in_config,
     refused_untouched,
@@ -107,21 +108,13 @@ def one_ranks_share(model, undo):
         setattr(experts, name, nn.Parameter(getattr(experts, name).detach()[:6]))
 
 
-def half_precision_experts(model, undo):
-    model.get_submodule(EXPERTS).bfloat16()
-
-
-def correction_bias(model, undo):
-    model.get_submodule(f"{BLOCK}.gate").register_buffer("e_score_correction_bias", torch.ones(12))
-
-
 def fewer_experts(model, undo):
     experts = model.get_submodule(EXPERTS)
     experts.down_proj = nn.Parameter(experts.down_proj.detach()[:6])
 
 
-def relu(model, undo):
-    model.get_submodule(EXPERTS).act_fn = nn.ReLU()
+def with_bias(gate):
+    gate.register_buffer("e_score_correction_bias", torch.ones(12))
 
 
 clipped_part = of_its_own("model.layers.1.self_attn", clip_qkv=0.01)
@@ -155,10 +148,10 @@ REFUSED = {
     "hook on the activation": (hooked(f"{EXPERTS}.act_fn"), "act_fn .* has a hook"),
     "one rank's share": (one_ranks_share, "experts is split over ranks .* expert parallelism"),
     "a plan": (set_on("", _tp_size=2), "root is split over ranks"),
-    "mixed dtypes": (half_precision_experts, "gate_up_proj is torch.bfloat16, the first is"),
-    "a correction bias": (correction_bias, "gate .* has buffers {'e_score_correction_bias'"),
+    "mixed dtypes": (at(EXPERTS, nn.Module.bfloat16), "gate_up_proj is torch.bfloat16, the first"),
+    "a correction bias": (at(f"{BLOCK}.gate", with_bias), "gate .* has buffers {'e_score_corr"),
     "fewer experts": (fewer_experts, "experts .* has parameters"),
-    "another activation": (relu, r"experts.act_fn \(ReLU\)"),
+    "another activation": (set_on(EXPERTS, act_fn=nn.ReLU()), r"experts.act_fn \(ReLU\)"),
     "another number per token": (set_on(f"{BLOCK}.gate", top_k=2), "gate .* has top_k=2"),
     "weights as they are": (set_on(f"{BLOCK}.gate", norm_topk_prob=False), "has norm_topk_prob=F"),
     "logits asked for": (in_config(output_router_logits=True), "output_router_logits=True"),

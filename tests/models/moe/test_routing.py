@@ -67,30 +67,10 @@ def test_sparse_layers_alone_are_recorded_and_stock_meets_the_same_experts_in_fp
 
 
 def test_scores_of_a_dense_model_have_no_routing_and_those_of_a_sparse_one_one_for_each_token():
-    prompts = [3, 5, 2]
     for name, expected in (("tiny-llama", None), ("tiny-mixtral", 6 + 28 + 19)):
-        model = build_preset(name)
-        with patch(model), torch.no_grad():
-            scored = token_logprobs(model, SEQUENCES, prompt_lengths=prompts)
-            shared = token_logprobs(
-                model, SEQUENCES * 2, prompt_lengths=[8, 32, 20] * 2, share_prompts=True
-            )
-        found = scored.routing
+        with patch(model := build_preset(name)), torch.no_grad():
+            found = token_logprobs(model, SEQUENCES, prompt_lengths=[3, 5, 2]).routing
         assert (found if found is None else len(found)) == expected
-        assert (shared.routing is None) == (expected is None)
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
-def test_shared_prompts_move_no_bit_and_no_expert(name):
-    """A prompt of 40 tokens is computed once for three samples; parts are the call's sequences."""
-    prompt, *rests = probe_tokens((40, 7, 18, 1), 331)
-    sequences = [[*prompt, *rest] for rest in rests]
-    with patch(model := build_preset(name, torch.bfloat16)), torch.no_grad():
-        whole = token_logprobs(model, sequences, prompt_lengths=[40] * 3)
-        shared = token_logprobs(model, sequences, prompt_lengths=[40] * 3, share_prompts=True)
-    assert torch.equal(whole.logprobs, shared.logprobs)
-    assert whole.routing is not None and shared.routing is not None
-    assert torch.equal(whole.routing, shared.routing)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

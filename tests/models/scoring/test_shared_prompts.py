@@ -36,13 +36,12 @@ def both_ways(model, sequences, prompts, **options):
         ]
 
 
-@pytest.fixture(params=["tiny-qwen3", "tiny-mistral"])
-def name(request):
-    return request.param
+DENSE, SPARSE = ("tiny-qwen3", "tiny-mistral"), ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shared_prompts_give_the_bytes_of_whole_sequences(name, dtype):
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
+def test_shared_prompts_give_the_bytes_and_experts_of_whole_sequences(name, dtype):
     model = build_preset(name).to(dtype)
     with patch(model):
         for sampling in (None, SamplingParams(temperature=0.7, top_k=20)):
@@ -50,6 +49,8 @@ def test_shared_prompts_give_the_bytes_of_whole_sequences(name, dtype):
             assert shared.lengths == whole.lengths
             assert same_bytes(shared.logprobs, whole.logprobs)
             assert same_bytes(shared.entropy, whole.entropy)
+            assert (shared.routing is None) == (name in DENSE)
+            assert name in DENSE or torch.equal(shared.routing, whole.routing)
 
 
 def test_shared_rows_are_computed_once(monkeypatch):
@@ -69,11 +70,9 @@ def test_shared_rows_are_computed_once(monkeypatch):
 def test_what_a_hook_sees_are_whole_sequences():
     seen = []
     with patch(model := build_preset("tiny-qwen3")):
-        handle = model.model.layers[0].register_forward_hook(
-            lambda module, args, out: seen.append(out.shape[1])
-        )
+        layer = model.model.layers[0]
+        layer.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
         both_ways(model, samples(40, 3), [40] * 3)
-        handle.remove()
     assert seen == [48 + 64 + 64] * 2
 
 

@@ -4,15 +4,9 @@ The captured call runs here over the same buffers, with padding rows, guesses an
 only capture and replay are left to the tests in tests/gpu.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SharedRun
 from rl_consistency.models.forward import rotary_rows
@@ -26,76 +20,40 @@ from rl_consistency.rollout.device.decode_graphs import (
     width_for,
 )
 from rl_consistency.rollout.device.device_state import StagedFields, to_device, to_host
-from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.shared_prefixes import most_runs
-from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
 from tests.comparison import assert_within
-from tests.rollout.device.launches import Uncaptured, admitted, decoded, uncaptured, verified, whole
-
-PLAIN = SamplingParams(seed=3)
-TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
-MOST = 6
-"""Sequences at a time: buckets of 1, 2, 4 and 6 rows."""
-
-
-def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelRunner:
-    runner = ModelRunner(model, block_size=block_size, num_blocks=120, max_num_seqs=MOST)
-    if graphs:
-        uncaptured(runner)
-    for cache in [*runner._cache.keys, *runner._cache.values]:
-        cache[-1].fill_(torch.nan)  # the dummy block: nobody but padding may read it
-    return runner
+from tests.rollout.device.launches import (
+    MOST,
+    PLAIN,
+    TRUNCATED,
+    Uncaptured,
+    admitted,
+    decoded,
+    runner_of,
+    sharing,
+    verified,
+    whole,
+)
 
 
-def prompts(
-    runner: ModelRunner, count: int, params: SamplingParams = PLAIN
-) -> list[RolloutSequence]:
-    lengths = [3 + 2 * i for i in range(count)]
-    return admitted(runner, lengths, params, blocks=120 // MOST, vocabulary=40)
-
-
-def sharing(runner: ModelRunner, sizes: list[int], prompt: int) -> list[RolloutSequence]:
-    """Admitted samples of prompts of `prompt` tokens: the first of each fills the whole blocks that
-    the others hold too."""
-    size, blocks = 4, iter(range(runner.num_blocks))
-    sequences: list[RolloutSequence] = []
-    for i, samples in enumerate(sizes):
-        tokens = [(7 * i + 3 * n + 1) % 40 for n in range(prompt)]
-        common = [next(blocks) for _ in range(prompt // size)]
-        for j in range(samples):
-            sequence = RolloutSequence(
-                prompt_index=i,
-                sample_index=j,
-                prompt_id=i,
-                params=PLAIN,
-                stop_token_ids=frozenset(),
-                token_ids=tokens,
-            )
-            sequence.block_table = common + [next(blocks) for _ in range(4)]
-            sequence.slot = (len(sequences) * 5) % 6
-            runner.admit(sequence)
-            sequences.append(sequence)
-    # The samples of a prompt do not stand side by side.
-    return sequences[::2] + sequences[1::2]
+def prompts(runner, count, params=PLAIN):
+    return admitted(runner, [3 + 2 * i for i in range(count)], params)
 
 
 @pytest.mark.parametrize("sizes", [[6], [2, 4], [3, 3], [1, 4, 1], [2, 2, 2]])
-def test_sequences_that_share_keys_are_run_side_by_side(
-    model: Qwen3ForCausalLM, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_that_share_keys_are_run_side_by_side(model, sizes, monkeypatch):
     """The layout on the CPU checks that every run holds what it says."""
     monkeypatch.setattr(shared_prefixes, "SHARED_BLOCK", 8)
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    eager, captured = runner_of(model), runner_of(model, decode=True)
     expected = decoded(eager, sharing(eager, sizes, 33), 6)
     graphs = captured.decode_graphs
     assert isinstance(graphs, Uncaptured)
     graphs._reads_once = True
-    runs: list[Any] = []
+    runs = []
     in_force = CapturedPagedAttention.in_force
 
-    def watched(layout: CapturedPagedAttention) -> Any:
+    def watched(layout):
         found = in_force(layout)
         runs.append(found.shared_runs)
         return found
@@ -111,19 +69,17 @@ def test_sequences_that_share_keys_are_run_side_by_side(
     )
 
 
-def test_a_run_that_does_not_hold_is_noticed(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_does_not_hold_is_noticed(model, monkeypatch):
     """Negative control: one block too many."""
     monkeypatch.setattr(shared_prefixes, "SHARED_BLOCK", 8)
     arranged = device_state.arranged
 
-    def too_long(*args: Any) -> Any:
+    def too_long(*args):
         found = arranged(*args)
         return found and (found[0], [SharedRun(r.first, r.count, r.keys + 1) for r in found[1]])
 
     monkeypatch.setattr(device_state, "arranged", too_long)
-    captured = runner_of(model)
+    captured = runner_of(model, decode=True)
     assert captured.decode_graphs is not None
     captured.decode_graphs._reads_once = True
     with pytest.raises(ValueError, match="not the same ones"):
@@ -132,8 +88,8 @@ def test_a_run_that_does_not_hold_is_noticed(
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
 @pytest.mark.parametrize("count", range(1, MOST + 1))
-def test_a_bucket_moves_no_bit(model: Qwen3ForCausalLM, count: int, params: SamplingParams) -> None:
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+def test_a_bucket_moves_no_bit(model, count, params):
+    eager, captured = runner_of(model), runner_of(model, decode=True)
     expected = decoded(eager, prompts(eager, count, params), 6)
     assert decoded(captured, prompts(captured, count, params), 6) == expected
     assert captured.decode_graphs is not None and len(captured.decode_graphs) == 1
@@ -142,15 +98,12 @@ def test_a_bucket_moves_no_bit(model: Qwen3ForCausalLM, count: int, params: Samp
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("lengths", [[1, 2, 3], [7, 4, 1, 5, 6], [0, 3, 7, 0, 1, 2]])
 @pytest.mark.parametrize("memory_bound", [0, 256])
-def test_a_width_moves_no_bit(
-    model: Qwen3ForCausalLM,
-    lengths: list[int],
-    block_size: int,
-    memory_bound: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_width_moves_no_bit(model, lengths, block_size, memory_bound, monkeypatch):
     monkeypatch.setattr(model_runner, "MEMORY_BOUND_TOKENS", memory_bound)
-    eager, captured = runner_of(model, graphs=False), runner_of(model, block_size=block_size)
+    eager, captured = (
+        runner_of(model, decode=True),
+        runner_of(model, decode=True, block_size=block_size),
+    )
     count = len(lengths)
     if block_size == 1:
         lengths = [min(length, 4) for length in lengths]  # tables hold 20 tokens
@@ -158,15 +111,13 @@ def test_a_width_moves_no_bit(
     found = verified(captured, prompts(captured, count), texts, lengths)
     assert found == [text[1 : 2 + n] for text, n in zip(texts, lengths, strict=True)]
     assert captured.decode_graphs is not None
-    widths = {shape.width for shape in captured.decode_graphs.shapes}  # type: ignore[attr-defined]
+    widths = {shape.width for shape in captured.decode_graphs.shapes}
     asked = {width_for(length) for length in lengths}
     assert widths == ({max(asked)} if memory_bound else asked)
 
 
-def test_a_token_without_a_draft_is_kept_on_the_device_in_a_wide_call(
-    model: Qwen3ForCausalLM,
-) -> None:
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+def test_a_token_without_a_draft_is_kept_on_the_device_in_a_wide_call(model):
+    eager, captured = runner_of(model), runner_of(model, decode=True)
     first, second = decoded(eager, prompts(eager, 2), 5)
     sequences = prompts(captured, 2)
     captured.launch(whole(sequences)).wait()
@@ -183,8 +134,8 @@ def test_a_token_without_a_draft_is_kept_on_the_device_in_a_wide_call(
     assert captured.launch([pending]).wait() == [[second[2]]]
 
 
-def test_decode_and_prefill_in_one_step_are_what_they_are_alone(model: Qwen3ForCausalLM) -> None:
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+def test_decode_and_prefill_in_one_step_are_what_they_are_alone(model):
+    eager, captured = runner_of(model), runner_of(model, decode=True)
     expected = decoded(eager, prompts(eager, 3), 1)
     first, second, third = prompts(captured, 3)
     captured.launch([*whole([second]), ScheduledChunk(first, 0, 1, False)]).wait()
@@ -205,21 +156,19 @@ def test_decode_and_prefill_in_one_step_are_what_they_are_alone(model: Qwen3ForC
     assert [row for [row] in after.wait()] == [expected[0][1], expected[2][1]]
 
 
-def padding_in_a_real_slot(call: DecodeCall) -> None:
+def padding_in_a_real_slot(call):
     places = call.inputs["places"]
     places[places == call._padding["places"]] = 0
 
 
-def positions_of_the_row_before(call: DecodeCall) -> None:
+def positions_of_the_row_before(call):
     call.inputs["positions"].copy_(call.inputs["positions"].roll(1))
 
 
 @pytest.mark.parametrize("spoil", [padding_in_a_real_slot, positions_of_the_row_before])
-def test_the_comparison_notices(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[DecodeCall], None]
-) -> None:
+def test_the_comparison_notices(model, monkeypatch, spoil):
     """Negative control."""
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    eager, captured = runner_of(model), runner_of(model, decode=True)
     expected = decoded(eager, prompts(eager, 5), 6)
     sequences = prompts(captured, 5)
     sequences[2].block_table[0], sequences[0].block_table[0] = 0, sequences[2].block_table[0]
@@ -228,9 +177,9 @@ def test_the_comparison_notices(
     assert decoded(captured, sequences, 6) != expected
 
 
-def test_stock_attention_gathers_what_the_tables_say(model: Qwen3ForCausalLM) -> None:
+def test_stock_attention_gathers_what_the_tables_say(model):
     with strict(except_={"attention"}):
-        eager, captured = runner_of(model, graphs=False), runner_of(model)
+        eager, captured = runner_of(model), runner_of(model, decode=True)
         expected = decoded(eager, prompts(eager, 5), 6)
         found = decoded(captured, prompts(captured, 5), 6)
         texts = verified(captured, prompts(captured, 3), expected, [3, 1, 6])
@@ -240,8 +189,8 @@ def test_stock_attention_gathers_what_the_tables_say(model: Qwen3ForCausalLM) ->
         assert_within(logprobs[:, 0], logprobs[:, 1], "logprob", torch.float32)
 
 
-def test_graphs_are_made_once_and_ahead_of_time_where_asked(model: Qwen3ForCausalLM) -> None:
-    runner = runner_of(model)
+def test_graphs_are_made_once_and_ahead_of_time_where_asked(model):
+    runner = runner_of(model, decode=True)
     graphs = runner.decode_graphs
     assert isinstance(graphs, Uncaptured)
     for rows, width in ((5, 4), (5, 1), (2, 4), (2, 1)):
@@ -254,14 +203,12 @@ def test_graphs_are_made_once_and_ahead_of_time_where_asked(model: Qwen3ForCausa
     assert len(graphs.shapes) == 5
 
 
-def test_a_call_for_shared_keys_serves_others_where_it_alone_is_captured(
-    model: Qwen3ForCausalLM,
-) -> None:
-    eager, runner = runner_of(model, graphs=False), runner_of(model)
+def test_a_call_for_shared_keys_serves_others_where_it_alone_is_captured(model):
+    eager, runner = runner_of(model), runner_of(model, decode=True)
     graphs = runner.decode_graphs
     assert isinstance(graphs, Uncaptured)
 
-    def captured(rows: int, shared: bool) -> object:
+    def captured(rows, shared):
         shape = graphs.shape_for(rows, 1, truncates=False, longest=99, shared=shared)
         return graphs.captured(shape)
 
@@ -275,10 +222,8 @@ def test_a_call_for_shared_keys_serves_others_where_it_alone_is_captured(
     assert decoded(runner, prompts(runner, 4), 3) == expected and len(graphs.shapes) == 3
 
 
-def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(
-    model: Qwen3ForCausalLM,
-) -> None:
-    runner = runner_of(model)
+def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(model):
+    runner = runner_of(model, decode=True)
     before = decoded(runner, prompts(runner, 2), 3)
     assert runner.decode_graphs is not None
     with torch.no_grad():
@@ -286,21 +231,21 @@ def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(
     runner.begin()
     assert len(runner.decode_graphs) == 1
     after = decoded(runner, prompts(runner, 2), 3)
-    fresh = runner_of(model)
+    fresh = runner_of(model, decode=True)
     assert after == decoded(fresh, prompts(fresh, 2), 3) != before
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     runner.begin()
     assert len(runner.decode_graphs) == 0
 
 
-def test_a_rotary_table_outlives_the_one_that_replaces_it(model: Qwen3ForCausalLM) -> None:
+def test_a_rotary_table_outlives_the_one_that_replaces_it(model):
     first = rotary_rows(model, 300)
     larger = rotary_rows(model, 1025)
     assert larger is not first and rotary_rows(model, 300) is larger
     assert larger[:, : first.shape[1]].equal(first)
 
 
-def test_buckets_reach_the_most_sequences() -> None:
+def test_buckets_reach_the_most_sequences():
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(5) == (1, 2, 4, 5)
     assert buckets_up_to(256) == BUCKETS
@@ -309,14 +254,14 @@ def test_buckets_reach_the_most_sequences() -> None:
     assert [width_for(draft) for draft in range(8)] == [1, 4, 4, 4, 8, 8, 8, 8]
 
 
-def test_only_stock_attention_needs_to_know_the_longest_context() -> None:
+def test_only_stock_attention_needs_to_know_the_longest_context():
     assert context_bound(5, 1000) == context_bound(999, 1000) == 1000
     with strict(except_={"attention"}):
         bounds = [context_bound(n, 1000) for n in (1, 256, 257, 512, 513)]
     assert bounds == [256, 256, 512, 512, 1000]
 
 
-def test_staged_arrays_arrive_together_and_apart() -> None:
+def test_staged_arrays_arrive_together_and_apart():
     arrays = {
         "a": np.arange(3, dtype=np.int64),
         "b": np.array([[1.5, -2.0]], dtype=np.float32),

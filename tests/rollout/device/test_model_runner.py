@@ -1,14 +1,8 @@
 """A step's tokens and logprobs depend on the tokens before them, wherever these come from."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.patch import patch
@@ -21,11 +15,7 @@ from rl_consistency.rollout.device.calls import RaggedCall
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
-
-PLAIN = SamplingParams(seed=3)
-TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
-
+from tests.rollout.device.launches import PLAIN, TRUNCATED, sample_of
 
 SIZES = {
     "vocab_size": 40,
@@ -36,45 +26,30 @@ SIZES = {
 
 
 @pytest.fixture
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+def model(tiny_qwen3):
     with patch(built := tiny_qwen3(**SIZES, initializer_range=0.3)):
         yield built
 
 
-def make(
-    tokens: list[int],
-    block_table: list[int],
-    slot: int | None = 0,
-    params: SamplingParams = PLAIN,
-    prompt_id: int = 0,
-) -> RolloutSequence:
-    sequence = RolloutSequence(
-        prompt_index=0,
-        sample_index=0,
-        prompt_id=prompt_id,
-        params=params,
-        stop_token_ids=frozenset(),
-        token_ids=tokens,
-    )
-    sequence.block_table, sequence.slot = block_table, slot
-    return sequence
+def make(tokens, blocks, slot=0, params=PLAIN, prompt_id=0):
+    return sample_of(tokens, index=prompt_id, params=params, blocks=blocks, slot=slot)
 
 
-def runner_of(model: Any, num_blocks: int = 8, max_num_seqs: int = 4) -> ModelRunner:
+def runner_of(model, num_blocks=8, max_num_seqs=4):
     return ModelRunner(model, block_size=4, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
 
 
-def admitted(runner: ModelRunner, *sequences: RolloutSequence) -> ModelRunner:
+def admitted(runner, *sequences):
     for sequence in sequences:
         runner.admit(sequence)
     return runner
 
 
-def prefill(sequence: RolloutSequence, start: int = 0) -> ScheduledChunk:
+def prefill(sequence, start=0):
     return ScheduledChunk(sequence, start, sequence.num_tokens - start, True)
 
 
-def decoded(runner: ModelRunner, sequence: RolloutSequence, count: int) -> list[tuple[int, float]]:
+def decoded(runner, sequence, count):
     """Tokens after a prompt, each reported before the next is computed."""
     [[sampled]] = runner.launch([prefill(sequence)]).wait()
     found = [sampled]
@@ -85,7 +60,7 @@ def decoded(runner: ModelRunner, sequence: RolloutSequence, count: int) -> list[
     return found
 
 
-def test_a_call_names_every_token_position_and_place(model: Qwen3ForCausalLM) -> None:
+def test_a_call_names_every_token_position_and_place(model):
     runner = runner_of(model)
     chunked = make([10, 11, 12, 13, 14, 15, 16], [5, 2], slot=2)
     pending = make([20, 21, 22, 23, 24], [7, 1], slot=0)
@@ -111,7 +86,7 @@ def test_a_call_names_every_token_position_and_place(model: Qwen3ForCausalLM) ->
     assert (paged.context_lens, paged.block_tables) == ([6, 6, 5], [[5, 2], [7, 1], [3, 0]])
 
 
-def test_only_chunks_that_sample_are_answered(model: Qwen3ForCausalLM) -> None:
+def test_only_chunks_that_sample_are_answered(model):
     part, whole = make([1, 2, 3, 4, 5], [0, 1]), make([6, 7], [2], slot=1)
     runner = admitted(runner_of(model), part, whole)
     chunks = [ScheduledChunk(part, 0, 3, False), prefill(whole)]
@@ -123,9 +98,7 @@ def test_only_chunks_that_sample_are_answered(model: Qwen3ForCausalLM) -> None:
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
-def test_a_token_nobody_has_reported_comes_from_the_device(
-    model: Qwen3ForCausalLM, params: SamplingParams
-) -> None:
+def test_a_token_nobody_has_reported_comes_from_the_device(model, params):
     known, ahead = make([1, 2, 3], [0, 1, 2], params=params), make([1, 2, 3], [7, 5, 3], 3, params)
     expected = decoded(admitted(runner_of(model), known), known, 7)
     runner = admitted(runner_of(model), ahead)
@@ -134,7 +107,7 @@ def test_a_token_nobody_has_reported_comes_from_the_device(
     assert [row for step in steps for [row] in step.wait()] == expected
 
 
-def test_a_draft_is_judged_by_plain_decoding(model: Qwen3ForCausalLM) -> None:
+def test_a_draft_is_judged_by_plain_decoding(model):
     plain, guessing = make([1, 2, 3], [0, 1, 2]), make([1, 2, 3], [4, 5, 6], slot=1)
     expected = decoded(admitted(runner_of(model), plain), plain, 6)
     right = tuple(token for token, _ in expected)
@@ -150,16 +123,7 @@ def test_a_draft_is_judged_by_plain_decoding(model: Qwen3ForCausalLM) -> None:
     assert [first, *accepted] == expected
 
 
-def test_after_a_draft_the_last_token_is_the_one_the_host_knows(model: Qwen3ForCausalLM) -> None:
-    sequence = make([1, 2, 3], [0, 1])
-    runner = admitted(runner_of(model), sequence)
-    runner.launch([prefill(sequence)]).wait()
-    kept = runner._state.last_tokens.clone()
-    runner.launch([ScheduledChunk(sequence, 3, 2, True, (9,))]).wait()
-    assert runner._state.last_tokens[:4].equal(kept[:4])
-
-
-def test_places_a_sequence_does_not_own_are_never_read(model: Qwen3ForCausalLM) -> None:
+def test_places_a_sequence_does_not_own_are_never_read(model):
     clean, dirty = runner_of(model), runner_of(model)
     for cache in [*dirty._cache.keys, *dirty._cache.values]:
         cache.fill_(torch.nan)
@@ -168,18 +132,7 @@ def test_places_a_sequence_does_not_own_are_never_read(model: Qwen3ForCausalLM) 
     assert results[0] == results[1]
 
 
-def test_nan_logits_give_a_nan_logprob_and_spare_the_others(model: Qwen3ForCausalLM) -> None:
-    good, bad = make([1, 2, 3], [0]), make([1, 39, 3], [1], slot=1)
-    expected = admitted(runner_of(model), good).launch([prefill(good)]).wait()
-    with torch.no_grad():
-        model.model.embed_tokens.weight[39] = torch.nan
-    runner = admitted(runner_of(model), good, bad)
-    [[fine], [broken]] = runner.launch([prefill(good), prefill(bad)]).wait()
-    assert [[fine]] == expected
-    assert np.isnan(broken[1]) and 0 <= broken[0] < 40
-
-
-def test_a_slot_forgets_its_former_holder(model: Qwen3ForCausalLM) -> None:
+def test_a_slot_forgets_its_former_holder(model):
     runner = runner_of(model)
     former = make([9] * 14, [1, 2, 3, 4], slot=2, params=TRUNCATED, prompt_id=8)
     decoded(admitted(runner, former), former, 2)
@@ -190,19 +143,19 @@ def test_a_slot_forgets_its_former_holder(model: Qwen3ForCausalLM) -> None:
 
 
 @pytest.mark.parametrize("slot", [None, 4, -1])
-def test_a_sequence_without_a_seat_is_refused(model: Qwen3ForCausalLM, slot: int | None) -> None:
+def test_a_sequence_without_a_seat_is_refused(model, slot):
     with pytest.raises(ValueError, match=r"needs a slot in \[0, 4\)"):
         runner_of(model).admit(make([1], [0], slot=slot))
 
 
-def test_a_draft_longer_than_a_graph_is_wide_is_refused(model: Qwen3ForCausalLM) -> None:
+def test_a_draft_longer_than_a_graph_is_wide_is_refused(model):
     sequence = make([1], [0, 1, 2])
     runner = admitted(runner_of(model), sequence)
     with pytest.raises(ValueError, match="a draft of 8 tokens; at most 7"):
         runner.launch([ScheduledChunk(sequence, 0, 9, True, (1,) * 8)])
 
 
-def test_the_state_of_a_slot_is_what_its_sequence_asked_for(model: Qwen3ForCausalLM) -> None:
+def test_the_state_of_a_slot_is_what_its_sequence_asked_for(model):
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=2**40 + 7)
     sequence = make([1], [0], slot=3, params=params, prompt_id=2**63 + 5)
     sequence.sample_index = 6
@@ -217,9 +170,7 @@ def test_the_state_of_a_slot_is_what_its_sequence_asked_for(model: Qwen3ForCausa
     assert not runner._state.truncates(np.array([0, 1, 4]))
 
 
-def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block(
-    tiny_qwen3: Callable[..., Any],
-) -> None:
+def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block(tiny_qwen3):
     with patch(model := tiny_qwen3(**SIZES).to(torch.bfloat16)):
         runner = runner_of(model)
     caches = [*runner._cache.keys, *runner._cache.values]
@@ -227,10 +178,8 @@ def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block(
     assert all(c.shape == (9, 4, 2, 16) and c.dtype == torch.bfloat16 for c in caches)
 
 
-def test_the_default_cache_holds_all_running_sequences_within_a_limit(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def blocks(**given: Any) -> int:
+def test_the_default_cache_holds_all_running_sequences_within_a_limit(model, monkeypatch):
+    def blocks(**given):
         limits = {"block_size": 4, "num_blocks": None, "max_num_seqs": 3}
         return ModelRunner(model, **limits, **given).num_blocks
 
@@ -247,19 +196,15 @@ def test_the_default_cache_holds_all_running_sequences_within_a_limit(
     assert blocks() == 3 * 256
 
 
-def test_on_a_gpu_the_default_cache_takes_its_share_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_the_default_cache_takes_its_share_of_what_is_free(monkeypatch):
     memory = {"mem_get_info": (600, 1000), "memory_reserved": 500, "memory_allocated": 100}
     for name, value in memory.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert cache_bytes(torch.device("cuda")) == int(1000 * GPU_CACHE_SHARE)
 
 
-def test_a_cache_that_does_not_fit_says_how_large_it_is(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
+def test_a_cache_that_does_not_fit_says_how_large_it_is(model, monkeypatch):
+    def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "zeros", full)
@@ -269,7 +214,7 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(
         runner_of(model, 1 << 20)
 
 
-def test_a_model_cast_after_the_cache_was_made_is_refused(model: Qwen3ForCausalLM) -> None:
+def test_a_model_cast_after_the_cache_was_made_is_refused(model):
     runner = runner_of(model)
     runner.begin()
     model.to(torch.bfloat16)

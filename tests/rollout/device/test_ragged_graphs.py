@@ -4,66 +4,41 @@ Rows are padded to a bucket and attention runs between the other ops, over memor
 only capture and replay are left to tests/gpu.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.experts import cpu
 from rl_consistency.models.forward import layer_parameters
 from rl_consistency.models.graph_cache import FINE_ROWS, borrowed, bucket_of
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_graphs import (
     CAPTURED_AT,
     PaddedCall,
-    PaddedShape,
     RaggedGraphs,
     buckets_up_to,
     most_rows,
     sampled_bucket_of,
 )
-from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.verify.presets import build_preset
-from tests.rollout.device.launches import UncapturedRagged, admitted, ahead, whole
-
-PLAIN = SamplingParams(seed=3)
-TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
-MOST = 6
-BLOCKS = 30
-"""Of 4 tokens, for each sequence."""
-
-
-def runner_of(model: Any, *, graphs: bool = True, most: int = 256) -> ModelRunner:
-    runner = ModelRunner(model, block_size=4, num_blocks=BLOCKS * MOST, max_num_seqs=MOST)
-    if graphs:
-        runner.ragged_graphs = UncapturedRagged(*runner.parts, most=most)
-    for cache in [*runner._cache.keys, *runner._cache.values]:
-        cache[-1].fill_(torch.nan)  # the dummy block: only padding may read it
-    return runner
+from tests.rollout.device.launches import (
+    PLAIN,
+    TRUNCATED,
+    UncapturedRagged,
+    admitted,
+    ahead,
+    runner_of,
+    whole,
+)
 
 
-def prompts(
-    runner: ModelRunner, lengths: list[int], params: SamplingParams = PLAIN
-) -> list[RolloutSequence]:
-    return admitted(runner, lengths, params, blocks=BLOCKS, vocabulary=40)
-
-
-def prefilled(
-    runner: ModelRunner, lengths: list[int], params: SamplingParams = PLAIN, cut: int = 0
-) -> list[Any]:
+def prefilled(runner, lengths, params=PLAIN, cut=0):
     """What prefill in two calls, cut at `cut` tokens of each sequence, and one step after it give;
     several times, so that the last runs through captured calls."""
-    found: list[Any] = []
+    found = []
     for _ in range(CAPTURED_AT + 1):
-        sequences = prompts(runner, lengths, params)
+        sequences = admitted(runner, lengths, params)
         if cut:
             first = [ScheduledChunk(s, 0, cut, False) for s in sequences if s.num_tokens > cut]
             assert runner.launch(first).wait() == []
@@ -80,43 +55,37 @@ def prefilled(
     return found[0]
 
 
-def graphs_of(runner: ModelRunner) -> UncapturedRagged:
+def graphs_of(runner):
     assert isinstance(runner.ragged_graphs, UncapturedRagged)
     return runner.ragged_graphs
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [3, 40, 9], [5, 1, 2, 30, 64, 11]])
-def test_a_bucket_moves_no_bit(
-    model: Qwen3ForCausalLM, lengths: list[int], params: SamplingParams
-) -> None:
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+def test_a_bucket_moves_no_bit(model, lengths, params):
+    eager, captured = runner_of(model), runner_of(model, ragged=256)
     assert prefilled(captured, lengths, params) == prefilled(eager, lengths, params)
     rows = {shape.rows for shape in graphs_of(captured)._captured}
     assert rows == {bucket_of(sum(lengths)), bucket_of(len(lengths))}
 
 
 @pytest.mark.parametrize("cut", [1, 4, 13])
-def test_chunks_that_continue_a_past_and_do_not_sample_are_what_they_were(
-    model: Qwen3ForCausalLM, cut: int
-) -> None:
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+def test_chunks_that_continue_a_past_and_do_not_sample_are_what_they_were(model, cut):
+    eager, captured = runner_of(model), runner_of(model, ragged=256)
     lengths = [3, 40, 9, 21]
     assert prefilled(captured, lengths, cut=cut) == prefilled(eager, lengths)
 
 
-def test_calls_of_other_sizes_do_not_disturb_each_other(model: Qwen3ForCausalLM) -> None:
+def test_calls_of_other_sizes_do_not_disturb_each_other(model):
     """They share the memory of attention's results."""
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    eager, captured = runner_of(model), runner_of(model, ragged=256)
     for lengths in ([60, 50, 40], [2, 3], [60, 1], [2, 3], [60, 50, 40]):
         assert prefilled(captured, lengths) == prefilled(eager, lengths)
 
 
-def test_results_of_a_failed_request_do_not_stay(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_a_failed_request_do_not_stay(model, monkeypatch):
     """On a CPU attention itself writes zeros behind the last token, on a GPU `clear` alone does."""
-    captured = runner_of(model)
+    captured = runner_of(model, ragged=256)
     expected = prefilled(captured, [5, 9])
     graphs, used = graphs_of(captured), []
     (memory, (padded, *_)) = graphs._memory, graphs._captured.values()
@@ -130,36 +99,34 @@ def test_results_of_a_failed_request_do_not_stay(
     assert used == [14, 2] * (CAPTURED_AT + 1)
 
 
-def padding_in_a_real_slot(call: PaddedCall) -> None:
+def padding_in_a_real_slot(call):
     places = call.inputs["places"]
     places[call.inputs["used"] :] = 0
 
 
-def rows_of_the_neighbours(call: PaddedCall) -> None:
+def rows_of_the_neighbours(call):
     call.inputs["rows"].copy_(call.inputs["rows"].roll(1))
 
 
-def attention_of_an_earlier_call(call: PaddedCall) -> None:
+def attention_of_an_earlier_call(call):
     results = call.results
-    call.attention = lambda q, *_: results(q)  # type: ignore[method-assign]
+    call.attention = lambda q, *_: results(q)
 
 
 @pytest.mark.parametrize(
     "spoil", [padding_in_a_real_slot, rows_of_the_neighbours, attention_of_an_earlier_call]
 )
-def test_the_comparison_notices(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[PaddedCall], None]
-) -> None:
+def test_the_comparison_notices(model, monkeypatch, spoil):
     """Negative control."""
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    eager, captured = runner_of(model), runner_of(model, ragged=256)
     load = PaddedCall.load
 
-    def spoiled(call: PaddedCall, numbers: torch.Tensor) -> None:
+    def spoiled(call, numbers):
         load(call, numbers)
         spoil(call)
 
-    def step(runner: ModelRunner) -> list[Any]:
-        sequences = prompts(runner, [5, 18, 9])
+    def step(runner):
+        sequences = admitted(runner, [5, 18, 9])
         sequences[0].block_table[0], sequences[1].block_table[0] = 7, 0
         for sequence in sequences:
             runner.admit(sequence)
@@ -171,11 +138,11 @@ def test_the_comparison_notices(
     assert [step(captured) for _ in range(CAPTURED_AT + 1)] != expected
 
 
-def test_a_size_is_captured_when_it_comes_up_again(model: Qwen3ForCausalLM) -> None:
-    runner = runner_of(model, most=64)
+def test_a_size_is_captured_when_it_comes_up_again(model):
+    runner = runner_of(model, ragged=64)
     captured, replayed = [], []
     for lengths in ([20], [9, 9], *[[20]] * (CAPTURED_AT - 2), [20], *[[70]] * CAPTURED_AT):
-        step = runner.launch(whole(prompts(runner, lengths)))
+        step = runner.launch(whole(admitted(runner, lengths)))
         step.wait()
         captured.append(len(graphs_of(runner)))
         replayed.append(step.replayed_prefill)
@@ -187,16 +154,14 @@ def test_a_size_is_captured_when_it_comes_up_again(model: Qwen3ForCausalLM) -> N
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("out of memory")])
-def test_where_memory_is_missing_calls_run_op_by_op(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
-) -> None:
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+def test_where_memory_is_missing_calls_run_op_by_op(model, monkeypatch, error):
+    eager, captured = runner_of(model), runner_of(model, ragged=256)
     calls = ([60, 50], [5, 9], [60, 40])
     expected = [prefilled(eager, lengths) for lengths in calls]
 
-    tries: list[int] = []
+    tries = []
 
-    def without_memory(graphs: Any, shape: PaddedShape) -> Any:
+    def without_memory(graphs, shape):
         tries.append(shape.rows)
         if shape.rows > 64:
             graphs._place = ("a pool of no graph", None)
@@ -219,44 +184,40 @@ def test_where_memory_is_missing_calls_run_op_by_op(
     assert graphs.shape_for(110, 2, truncates=False) is not None
 
 
-def test_other_errors_of_a_capture_pass_through(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> Any:
+def test_other_errors_of_a_capture_pass_through(model, monkeypatch):
+    def fails(*_):
         raise RuntimeError("operation not permitted")
 
     monkeypatch.setattr(UncapturedRagged, "_capture", fails)
     with pytest.raises(RuntimeError, match="not permitted"):
-        prefilled(runner_of(model), [5, 9])
+        prefilled(runner_of(model, ragged=256), [5, 9])
 
 
-def test_shapes_are_captured_up_to_a_number(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_are_captured_up_to_a_number(model, monkeypatch):
     monkeypatch.setattr(RaggedGraphs, "most_captured", 1)
-    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    eager, captured = runner_of(model), runner_of(model, ragged=256)
     for lengths in ([5, 9], [60, 50]):
         assert prefilled(captured, lengths) == prefilled(eager, lengths)
     assert len(graphs_of(captured)) == 1
 
 
-def test_ops_on_their_stock_path_and_hooks_are_not_captured(model: Qwen3ForCausalLM) -> None:
-    runner = runner_of(model)
+def test_ops_on_their_stock_path_and_hooks_are_not_captured(model):
+    runner = runner_of(model, ragged=256)
     with strict(except_={"rotary"}):
         for _ in range(CAPTURED_AT + 1):
-            runner.launch(whole(prompts(runner, [20]))).wait()
+            runner.launch(whole(admitted(runner, [20]))).wait()
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     try:
         runner.begin()
         for _ in range(CAPTURED_AT + 1):
-            runner.launch(whole(prompts(runner, [20]))).wait()
+            runner.launch(whole(admitted(runner, [20]))).wait()
     finally:
         handle.remove()
     assert len(graphs_of(runner)) == 0
 
 
-def test_weights_that_moved_drop_the_graphs(model: Qwen3ForCausalLM) -> None:
-    runner = runner_of(model)
+def test_weights_that_moved_drop_the_graphs(model):
+    runner = runner_of(model, ragged=256)
     before = prefilled(runner, [5, 18])
     assert len(graphs_of(runner)) == 2
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -266,7 +227,7 @@ def test_weights_that_moved_drop_the_graphs(model: Qwen3ForCausalLM) -> None:
     assert prefilled(runner, [5, 18]) == before
 
 
-def test_buckets_waste_little_and_are_few() -> None:
+def test_buckets_waste_little_and_are_few():
     buckets = buckets_up_to(16384)
     assert buckets == sorted({bucket_of(rows) for rows in range(1, 16385)})
     assert len(buckets) < 50 and all(bucket % 16 == 0 for bucket in buckets)
@@ -279,22 +240,22 @@ def test_buckets_waste_little_and_are_few() -> None:
         assert bucket - rows < max(16, rows / (8 if rows > FINE_ROWS else 1.9))
 
 
-def test_graphs_are_for_models_whose_layers_the_host_outlasts(model: Qwen3ForCausalLM) -> None:
+def test_graphs_are_for_models_whose_layers_the_host_outlasts(model):
     layer = model.model.layers[0]
     assert layer_parameters(model) == sum(p.numel() for p in layer.parameters())
     qwen3_06b, qwen3_8b = 15_730_000, 193_000_000
     assert most_rows(qwen3_06b) > 16384 and 1000 < most_rows(qwen3_8b) < 4096
 
 
-def test_on_a_cpu_nothing_is_borrowed() -> None:
+def test_on_a_cpu_nothing_is_borrowed():
     x = torch.zeros(3)
     assert borrowed(x) is x
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
-def test_a_bucket_moves_no_bit_and_no_route_of_a_mixture_of_experts(name: str) -> None:
+def test_a_bucket_moves_no_bit_and_no_route_of_a_mixture_of_experts(name):
     with patch(model := build_preset(name)):
-        eager, captured = runner_of(model, graphs=False), runner_of(model)
+        eager, captured = runner_of(model), runner_of(model, ragged=256)
         for lengths in ([3, 40, 9], [17], [5, 1, 2, 30, 64, 11]):
             assert prefilled(captured, lengths) == prefilled(eager, lengths)
         assert len(graphs_of(captured)) > 3
@@ -306,16 +267,16 @@ def test_a_bucket_moves_no_bit_and_no_route_of_a_mixture_of_experts(name: str) -
 
 
 @pytest.mark.parametrize("mutant", [False, True])
-def test_padding_reaches_no_expert(monkeypatch: pytest.MonkeyPatch, mutant: bool) -> None:
+def test_padding_reaches_no_expert(monkeypatch, mutant):
     """Negative control: a layout to which all rows are tokens."""
-    counts: list[int] = []
+    counts = []
     find, load = cpu.route_rows, PaddedCall.load
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         counts.append(len((found := find(*args)).rows))
         return found
 
-    def all_used(call: PaddedCall, numbers: torch.Tensor) -> None:
+    def all_used(call, numbers):
         load(call, numbers)
         call.inputs["used"].fill_(call.shape.rows)
 
@@ -323,9 +284,9 @@ def test_padding_reaches_no_expert(monkeypatch: pytest.MonkeyPatch, mutant: bool
     if mutant:
         monkeypatch.setattr(PaddedCall, "load", all_used)
     with patch(model := build_preset("tiny-olmoe")):
-        runner = runner_of(model)
+        runner = runner_of(model, ragged=256)
         for _ in range(CAPTURED_AT + 1):
             first = len(counts)
-            runner.launch(whole(prompts(runner, [5, 8]))).wait()
+            runner.launch(whole(admitted(runner, [5, 8]))).wait()
         layers = len(model.model.layers)
     assert (counts[first:] == counts[:layers]) is not mutant

@@ -1,14 +1,10 @@
 """The random stream is a pure function of (seed, prompt id, sample index, position)."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
@@ -31,7 +27,7 @@ KNOWN_ANSWERS = [
 ]
 
 
-def philox(counter: Any, key: Any) -> Any:
+def philox(counter, key):
     """Philox-4x32-10 of each row, from the paper: counter [4, n] and key [2, n], 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -45,7 +41,7 @@ def philox(counter: Any, key: Any) -> Any:
     return np.stack([c0, c1, c2, c3])
 
 
-def reference(keys: Tensor, positions: Tensor) -> Any:
+def reference(keys, positions):
     """The numbers by way of `philox`."""
     seed_low, seed_high, *counter = keys.numpy().astype(np.uint64).T
     counter = np.stack([positions.numpy().astype(np.uint64), *counter])
@@ -54,49 +50,21 @@ def reference(keys: Tensor, positions: Tensor) -> Any:
     return number.astype(np.float64) * 2.0**-53
 
 
-def uniforms(seeds: Any, prompt_ids: Any, sample_indices: Any, positions: Any) -> Any:
+def uniforms(seeds, prompt_ids, sample_indices, positions):
     keys = torch.from_numpy(stream_keys(seeds, prompt_ids, sample_indices))
     return device_uniforms(keys, torch.tensor(list(positions), dtype=torch.int64)).numpy()
 
 
-def test_philox_gives_the_published_known_answers() -> None:
+def test_philox_gives_the_published_known_answers():
     counters, keys, outputs = (
         np.array(column, dtype=np.uint64).T for column in zip(*KNOWN_ANSWERS, strict=True)
     )
     np.testing.assert_array_equal(philox(counters, keys), outputs)
 
 
-def test_a_uniform_is_53_bits_of_the_first_two_words() -> None:
+def test_a_uniform_is_53_bits_of_the_first_two_words():
     expected = ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
     assert uniforms([0], [0], [0], [0])[0] == expected
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    rng = np.random.default_rng(0)
-    columns = [rng.integers(0, 2**32, size=64).tolist() for _ in range(4)]
-    together = uniforms(*columns)
-    order = rng.permutation(64)
-    permuted = uniforms(*([column[i] for i in order] for column in columns))
-    alone = [uniforms(*([column[i]] for column in columns))[0] for i in range(64)]
-    assert together.tobytes() == np.array(alone).tobytes()
-    assert together[order].tobytes() == permuted.tobytes()
-
-
-def test_each_part_of_the_key_moves_the_number() -> None:
-    big = 2**63 + 5
-    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
-    keys += [(2**32, 0, 0, 0), (0, 2**32, 0, 0), (big, 0, 0, 0), (0, big, 0, 0)]
-    values = uniforms(*(list(column) for column in zip(*keys, strict=True)))
-    assert len(set(values.tolist())) == len(keys)
-
-
-def test_uniforms_lie_in_the_half_open_interval_and_are_even() -> None:
-    count = 20_000
-    values = uniforms([7] * count, [3] * count, [1] * count, range(count))
-    assert values.min() >= 0.0 and values.max() < 1.0
-    shares = np.histogram(values, bins=20, range=(0.0, 1.0))[0] / count
-    assert np.abs(shares - 0.05).max() < 0.01
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -107,12 +75,12 @@ def test_uniforms_lie_in_the_half_open_interval_and_are_even() -> None:
         (([0], [0], [2**32], [0]), "sample_indices"),
     ],
 )
-def test_a_key_that_does_not_fit_is_refused(arguments: tuple[list[int], ...], name: str) -> None:
+def test_a_key_that_does_not_fit_is_refused(arguments, name):
     with pytest.raises(ValueError, match=name):
         uniforms(*arguments)
 
 
-def random_columns() -> list[list[int]]:
+def random_columns():
     """Seeds, prompt ids, sample indices and positions over their whole ranges, ends included."""
     rng = random.Random(5)
     return [
@@ -120,7 +88,7 @@ def random_columns() -> list[list[int]]:
     ]
 
 
-def keys_and_positions() -> tuple[Tensor, Tensor]:
+def keys_and_positions():
     seeds, prompt_ids, sample_indices, positions = random_columns()
     keys = torch.from_numpy(stream_keys(seeds, prompt_ids, sample_indices))
     return keys, torch.tensor(positions, dtype=torch.int64)
@@ -128,7 +96,7 @@ def keys_and_positions() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("look_up", [device_uniforms, philox_uniforms])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_numbers_looked_up_have_the_bits_of_the_generator(look_up, transposed) -> None:
+def test_numbers_looked_up_have_the_bits_of_the_generator(look_up, transposed):
     if look_up is philox_uniforms and torch.cuda.is_available():
         pytest.skip("tests/gpu has this on a GPU")
     keys, positions = keys_and_positions()
@@ -140,20 +108,20 @@ def test_numbers_looked_up_have_the_bits_of_the_generator(look_up, transposed) -
     assert found.numpy().tobytes() == expected
 
 
-def test_a_swapped_key_word_fails_the_same_check() -> None:
+def test_a_swapped_key_word_fails_the_same_check():
     keys, positions = keys_and_positions()
     found = device_uniforms(keys[:, [1, 0, 2, 3, 4]], positions)
     assert found.numpy().tobytes() != reference(keys, positions).tobytes()
 
 
-def test_no_keys_give_no_numbers() -> None:
+def test_no_keys_give_no_numbers():
     keys = torch.from_numpy(stream_keys([], [], []))
     assert keys.shape == (0, 5)
     nothing = torch.zeros(0, dtype=torch.int64)
     assert device_uniforms(keys, nothing).shape == philox_uniforms(keys, nothing).shape == (0,)
 
 
-def test_keys_of_another_form_are_refused() -> None:
+def test_keys_of_another_form_are_refused():
     keys, positions = keys_and_positions()
     for bad in ((keys[:, :4], positions), (keys, positions[:-1]), (keys.int(), positions)):
         with pytest.raises(ValueError, match=r"need int64 \[n, 5\] and \[n\]"):

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -208,7 +207,7 @@ def asked(monkeypatch):
 
 
 def engine_of(model, **settings):
-    sizes: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 5}
+    sizes = {"num_kv_blocks": 60, "max_num_seqs": 5}
     return RolloutEngine(model, eos_token_id=None, **sizes | settings)
 
 

@@ -1,12 +1,9 @@
 """The sampler: inverse CDF in token-id order, row by row, logprobs of the training function."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.rollout.device import sampler
@@ -16,7 +13,7 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 LAST = 1.0 - 2.0**-53
 
 
-def sampling_rows(params: list[SamplingParams]) -> SamplingRows:
+def sampling_rows(params):
     """The sampling parameters of a batch, one entry per row."""
     return SamplingRows(
         temperature=torch.tensor([p.temperature for p in params]),
@@ -26,25 +23,25 @@ def sampling_rows(params: list[SamplingParams]) -> SamplingRows:
     )
 
 
-def probe_logits(rows: int, vocab: int) -> Tensor:
+def probe_logits(rows, vocab):
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     logits[:, ::7] *= 6.0  # outliers: probabilities over a wide range of exponents
     return logits
 
 
-def test_a_token_is_where_the_cumulative_probability_passes_u() -> None:
+def test_a_token_is_where_the_cumulative_probability_passes_u():
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).expand(6, 4)
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, LAST], dtype=torch.float64)
     assert inverse_cdf(probabilities, u).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-def test_the_last_supported_token_guards_against_rounding() -> None:
+def test_the_last_supported_token_guards_against_rounding():
     probabilities = torch.tensor([[0.3, 0.7, 0.0, 0.0], [1e-9, 1e-9, 0.0, 0.0]])
     u = torch.full((2,), LAST, dtype=torch.float64)
     assert inverse_cdf(probabilities, u).tolist() == [1, 1]
 
 
-def test_sampling_follows_the_distribution() -> None:
+def test_sampling_follows_the_distribution():
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -torch.inf]])
     u = (torch.arange(40_000, dtype=torch.float64) + 0.5) / 40_000
     rows = sampling_rows([SamplingParams(temperature=0.7)] * len(u))
@@ -53,7 +50,7 @@ def test_sampling_follows_the_distribution() -> None:
     torch.testing.assert_close(shares, (logits[0] / 0.7).softmax(0), atol=1e-4, rtol=0)
 
 
-def test_logprobs_are_those_of_the_shared_distribution() -> None:
+def test_logprobs_are_those_of_the_shared_distribution():
     logits = probe_logits(8, 96)
     params = [SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)] * 8
     rows = sampling_rows(params)
@@ -63,7 +60,7 @@ def test_logprobs_are_those_of_the_shared_distribution() -> None:
     assert torch.isfinite(logprobs).all()
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours():
     logits = probe_logits(32, 1000)
     params = [
         SamplingParams(),
@@ -81,7 +78,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         assert alone[0].equal(token_ids[i : i + 1]) and alone[1].equal(logprobs[i : i + 1])
 
 
-def test_the_cumulative_sum_is_the_same_in_any_order_of_addition() -> None:
+def test_the_cumulative_sum_is_the_same_in_any_order_of_addition():
     weights = (probe_logits(4, 5000).softmax(-1).double() * sampler._UNIT).long()
     whole = weights.cumsum(-1)
     halves = weights[:, :2500].cumsum(-1)
@@ -89,7 +86,7 @@ def test_the_cumulative_sum_is_the_same_in_any_order_of_addition() -> None:
     assert whole.equal(torch.cat([halves, later], dim=-1))
 
 
-def test_an_fp32_cumulative_sum_would_depend_on_the_order_of_addition() -> None:
+def test_an_fp32_cumulative_sum_would_depend_on_the_order_of_addition():
     """Negative control of the test above."""
     weights = probe_logits(4, 5000).softmax(-1)
     halves = weights[:, :2500].cumsum(-1)
@@ -97,7 +94,7 @@ def test_an_fp32_cumulative_sum_would_depend_on_the_order_of_addition() -> None:
     assert not weights.cumsum(-1).equal(torch.cat([halves, later], dim=-1))
 
 
-def test_greedy_takes_the_lowest_id_among_equal_maxima() -> None:
+def test_greedy_takes_the_lowest_id_among_equal_maxima():
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
     rows = sampling_rows([SamplingParams(temperature=0.0)] * 2)
     for u in (0.0, 0.5, LAST):
@@ -115,7 +112,7 @@ def test_greedy_takes_the_lowest_id_among_equal_maxima() -> None:
         SamplingParams(temperature=0.0),
     ],
 )
-def test_a_token_outside_the_support_is_never_drawn(params: SamplingParams) -> None:
+def test_a_token_outside_the_support_is_never_drawn(params):
     u = torch.linspace(0.0, LAST, 500, dtype=torch.float64)
     logits = probe_logits(1, 64).expand(500, -1)
     rows = sampling_rows([params] * 500)
@@ -124,7 +121,7 @@ def test_a_token_outside_the_support_is_never_drawn(params: SamplingParams) -> N
     assert support[token_ids].all() and torch.isfinite(logprobs).all()
 
 
-def test_nan_logits_give_a_nan_logprob_and_leave_other_rows_alone() -> None:
+def test_nan_logits_give_a_nan_logprob_and_leave_other_rows_alone():
     logits = probe_logits(3, 16)
     rows = sampling_rows([SamplingParams()] * 3)
     u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)

@@ -4,14 +4,10 @@ every run holds what it says, and the bytes are those of a rollout without graph
 The layout on the CPU refuses a run whose sequences do not hold the same blocks.
 """
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention
 from rl_consistency.rollout.device import decode_graphs, shared_prefixes
@@ -21,12 +17,12 @@ from tests.rollout.device.launches import uncaptured
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def runs(monkeypatch):
     """The runs of all calls; keys are shared in blocks of 8."""
-    found: list[Any] = []
+    found = []
     in_force = CapturedPagedAttention.in_force
 
-    def watched(layout: CapturedPagedAttention) -> Any:
+    def watched(layout):
         current = in_force(layout)
         found.extend(current.shared_runs)
         return current
@@ -37,22 +33,20 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def sharing_engine(model: Any, **settings: Any) -> RolloutEngine:
+def sharing_engine(model, **settings):
     engine = RolloutEngine(model, eos_token_id=3, **settings)
     uncaptured(engine._runner)
     return engine
 
 
-def drawn(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams) -> list[Any]:
+def drawn(engine, prompts, sampling):
     return [
         (c.prompt_index, c.sample_index, c.token_ids, c.token_logprobs.view(torch.int32).tolist())
         for c in engine.generate(prompts, sampling)
     ]
 
 
-def test_samples_whose_first_step_is_a_decode_step_share_the_keys_of_their_own_prompt(
-    model: Qwen3ForCausalLM, runs: list[Any]
-) -> None:
+def test_samples_whose_first_step_is_a_decode_step_share_the_keys_of_their_own_prompt(model, runs):
     """All but the last token of each prompt fill whole cache blocks, so that the later samples of
     both prompts are admitted with one token left to compute."""
     prompts = [[(7 * i + 3 * n + 1) % 40 for n in range(9)] for i in range(2)]
@@ -66,9 +60,7 @@ def test_samples_whose_first_step_is_a_decode_step_share_the_keys_of_their_own_p
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4])
-def test_runs_hold_through_admissions_preemptions_drafts_and_cancelled_samples(
-    model: Qwen3ForCausalLM, runs: list[Any], seed: int
-) -> None:
+def test_runs_hold_through_admissions_preemptions_drafts_and_cancelled_samples(model, runs, seed):
     draw = random.Random(seed)
     size, seats = draw.choice([1, 4, 8]), draw.choice([6, 12])
     engine = sharing_engine(

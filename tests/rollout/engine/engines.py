@@ -1,22 +1,16 @@
 """Small engines, what they gave and hold, and a drafter that is often right."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 
 
-def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+def engine_of(model, **settings):
     return RolloutEngine(model, **{"eos_token_id": None, "kv_block_size": 4, **settings})
 
 
-def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
+def content(completions):
     """What of completions is compared, by prompt and sample."""
     return {
         (c.prompt_index, c.sample_index): (
@@ -28,7 +22,7 @@ def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
     }
 
 
-def mismatched(engine: RolloutEngine, model: Any, prompts: Any, params: Any) -> int:
+def mismatched(engine, model, prompts, params):
     """How many completions have other logprobs than training computes."""
     found = engine.generate(prompts, params)
     sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in found]
@@ -39,7 +33,7 @@ def mismatched(engine: RolloutEngine, model: Any, prompts: Any, params: Any) -> 
     return sum(not torch.equal(c.token_logprobs, own) for c, own in pairs)
 
 
-def is_idle(engine: RolloutEngine) -> bool:
+def is_idle(engine):
     free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
     return free and not engine.has_unfinished
 
@@ -47,21 +41,21 @@ def is_idle(engine: RolloutEngine) -> bool:
 class Recalling:
     """A drafter that has seen texts before, and remembers every third token wrongly."""
 
-    def __init__(self, texts: list[list[int]]) -> None:
+    def __init__(self, texts):
         self.texts = texts
 
-    def start(self, token_ids: Sequence[int]) -> Recollection:
+    def start(self, token_ids):
         return Recollection(self.texts, list(token_ids))
 
 
 class Recollection:
-    def __init__(self, texts: list[list[int]], token_ids: list[int]) -> None:
+    def __init__(self, texts, token_ids):
         self.texts, self.token_ids = texts, token_ids
 
-    def append(self, token_ids: Sequence[int]) -> None:
+    def append(self, token_ids):
         self.token_ids += token_ids
 
-    def propose(self, most: int) -> Sequence[int]:
+    def propose(self, most):
         end = len(self.token_ids)
         for text in self.texts:
             if text[:end] == self.token_ids:

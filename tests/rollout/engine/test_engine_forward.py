@@ -1,16 +1,10 @@
 """What changes the forward pass beside its weights: cached keys do not outlive it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models import modules
-from rl_consistency.models.inventory import ForwardState, ForwardWatch
+from rl_consistency.models.inventory import ForwardWatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
@@ -24,40 +18,38 @@ PARAMS = SamplingParams(n=2, max_tokens=9, seed=4)
 
 
 @pytest.fixture
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Any]:
+def model(tiny_qwen3):
     with patch(built := tiny_qwen3()):
         yield built
 
 
 @pytest.fixture
-def precision() -> Iterator[Callable[[str], None]]:
+def precision():
     """Sets the process's precision of matrix products; undone after the test."""
     before = torch.get_float32_matmul_precision()
     yield torch.set_float32_matmul_precision
     torch.set_float32_matmul_precision(before)
 
 
-def steered(model: Any) -> torch.Tensor:
+def steered(model):
     """A vector that a hook adds to the first layer's output."""
     vector = torch.zeros(model.config.hidden_size)
     model.model.layers[0].register_forward_hook(lambda module, given, output: output + vector)
     return vector
 
 
-def test_what_a_hook_reads_may_change_between_rollouts(engine: RolloutEngine, model: Any) -> None:
+def test_what_a_hook_reads_may_change_between_rollouts(engine, model):
     vector = steered(model)
     for _ in range(3):
         assert mismatched(engine, model, [PROMPT], PARAMS) == 0
         vector += 0.1
 
 
-def test_keys_kept_beside_a_hook_are_caught(
-    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_kept_beside_a_hook_are_caught(engine, model, monkeypatch):
     """Negative control."""
     read = ForwardWatch.read
 
-    def unseeing(self: ForwardWatch) -> ForwardState:
+    def unseeing(self):
         return read(self)._replace(hooked=False)
 
     monkeypatch.setattr(ForwardWatch, "read", unseeing)
@@ -67,10 +59,8 @@ def test_keys_kept_beside_a_hook_are_caught(
     assert mismatched(engine, model, [PROMPT], PARAMS) > 0
 
 
-def test_an_attribute_written_during_a_rollout_is_an_error(
-    engine: RolloutEngine, model: Any
-) -> None:
-    def changed(*_: int) -> None:
+def test_an_attribute_written_during_a_rollout_is_an_error(engine, model):
+    def changed(*_):
         model.model.layers[1].self_attn.scaling = 0.5
 
     with pytest.raises(ConsistencyError, match=r"during generation.* has scaling=0\.5"):
@@ -78,9 +68,7 @@ def test_an_attribute_written_during_a_rollout_is_an_error(
     assert not engine.has_unfinished
 
 
-def test_a_numeric_setting_is_checked_wherever_a_number_begins(
-    engine: RolloutEngine, model: Any, precision: Callable[[str], None]
-) -> None:
+def test_a_numeric_setting_is_checked_wherever_a_number_begins(engine, model, precision):
     ids = torch.tensor([PROMPT])
     scored, logits = token_logprobs(model, ids, prompt_lengths=[1]), model(input_ids=ids).logits
     precision("medium")
@@ -99,12 +87,10 @@ def test_a_numeric_setting_is_checked_wherever_a_number_begins(
     assert mismatched(engine, model, [PROMPT], PARAMS) == 0
 
 
-def test_a_numeric_setting_written_during_a_rollout_is_an_error(
-    engine: RolloutEngine, precision: Callable[[str], None]
-) -> None:
-    steps: list[int] = []
+def test_a_numeric_setting_written_during_a_rollout_is_an_error(engine, precision):
+    steps = []
 
-    def changed(*_: int) -> None:
+    def changed(*_):
         steps.append(1)
         precision("highest" if len(steps) > 1 else "medium")
 
@@ -114,14 +100,12 @@ def test_a_numeric_setting_written_during_a_rollout_is_an_error(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "rotary"])
-def test_a_stock_norm_or_rotation_of_a_head_is_none_of_the_fused_op(
-    op: str, engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stock_norm_or_rotation_of_a_head_is_none_of_the_fused_op(op, engine, monkeypatch):
     """With either on its stock path a paged layer runs the parts one by one."""
-    calls: list[int] = []
+    calls = []
     fused = modules.paged_inputs
 
-    def counted(*args: Any, **named: Any) -> Any:
+    def counted(*args, **named):
         calls.append(1)
         return fused(*args, **named)
 

@@ -1,20 +1,13 @@
 """Rollouts that are left, broken or disturbed: the next one gives the bytes of a fresh engine."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.completion import Completion
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import content, engine_of, is_idle
 
@@ -25,7 +18,7 @@ LONG = SamplingParams(max_tokens=90, seed=4)
 
 
 @pytest.fixture
-def weight(model: Any) -> Iterator[torch.nn.Parameter]:
+def weight(model):
     """A weight to write to; it has its values back after the test."""
     parameter = model.model.layers[0].self_attn.k_proj.weight
     kept = parameter.detach().clone()
@@ -34,14 +27,14 @@ def weight(model: Any) -> Iterator[torch.nn.Parameter]:
         parameter.copy_(kept)
 
 
-def steps_to_the_end(engine: RolloutEngine) -> list[Completion]:
+def steps_to_the_end(engine):
     completions = []
     while engine.has_unfinished:
         completions += engine.step()
     return completions
 
 
-def is_as_fresh(engine: RolloutEngine) -> bool:
+def is_as_fresh(engine):
     """Whether the engine gives what one gives that never did anything else."""
     fresh = engine_of(engine._runner._model).generate(PROMPTS, PARAMS)
     return content(engine.generate(PROMPTS, PARAMS)) == content(fresh)
@@ -50,7 +43,7 @@ def is_as_fresh(engine: RolloutEngine) -> bool:
 # An iterator outlives its rollout.
 
 
-def test_an_old_stream_that_dies_leaves_the_next_rollout_alone(engine: RolloutEngine) -> None:
+def test_an_old_stream_that_dies_leaves_the_next_rollout_alone(engine):
     expected = content(engine.generate(PROMPTS, PARAMS))
     stream = engine.stream([PROMPT], PARAMS, request_ids=["old"])
     engine.cancel("old")
@@ -60,7 +53,7 @@ def test_an_old_stream_that_dies_leaves_the_next_rollout_alone(engine: RolloutEn
     assert content(list(stream)) == expected
 
 
-def test_an_old_stream_hands_out_nothing_of_the_next_rollout(engine: RolloutEngine) -> None:
+def test_an_old_stream_hands_out_nothing_of_the_next_rollout(engine):
     expected = content(engine.generate(PROMPTS, PARAMS))
     old = engine.stream([PROMPT], PARAMS, request_ids=["old"])
     engine.cancel("old")
@@ -71,9 +64,7 @@ def test_an_old_stream_hands_out_nothing_of_the_next_rollout(engine: RolloutEngi
 
 
 @pytest.mark.parametrize("ends_by_stop", [False, True])
-def test_who_takes_all_completions_of_a_stream_may_go_on_at_once(
-    model: Any, ends_by_stop: bool
-) -> None:
+def test_who_takes_all_completions_of_a_stream_may_go_on_at_once(model, ends_by_stop):
     (whole,) = engine_of(model).generate([PROMPT], PARAMS)
     eos = whole.token_ids[4] if ends_by_stop else None
     engine = engine_of(model, eos_token_id=eos)
@@ -91,11 +82,11 @@ class Interrupt(BaseException):
     pass
 
 
-def interrupted(after: int, call: Callable[..., Any]) -> Callable[..., Any]:
+def interrupted(after, call):
     """`call`, but the call number `after` raises once it has done its work."""
     count = 0
 
-    def wrapped(*args: Any, **given: Any) -> Any:
+    def wrapped(*args, **given):
         nonlocal count
         count += 1
         result = call(*args, **given)
@@ -118,8 +109,8 @@ def interrupted(after: int, call: Callable[..., Any]) -> Callable[..., Any]:
     ],
 )
 def test_an_exception_in_a_step_leaves_an_idle_engine_that_kept_nothing(
-    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch, part: str, name: str, after: int
-) -> None:
+    engine, monkeypatch, part, name, after
+):
     owner = getattr(engine, part)
     prompts, params = [*PROMPTS, *PROMPTS], SamplingParams(n=2, max_tokens=9, seed=4)
     engine.submit(prompts, params)
@@ -133,22 +124,20 @@ def test_an_exception_in_a_step_leaves_an_idle_engine_that_kept_nothing(
 class Bad:
     """A tokenizer that fails at the second token."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids, *, skip_special_tokens=False):
         if len(token_ids) > 1:
             raise RuntimeError("no such text")
         return "x"
 
 
-def test_a_tokenizer_that_fails_leaves_an_idle_engine(model: Any) -> None:
+def test_a_tokenizer_that_fails_leaves_an_idle_engine(model):
     engine = engine_of(model, tokenizer=Bad())
     with pytest.raises(RuntimeError, match="no such text"):
         engine.generate(PROMPTS, SamplingParams(max_tokens=9, stop=("y",)))
     assert is_idle(engine) and is_as_fresh(engine)
 
 
-def test_a_half_advanced_engine_is_caught(
-    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_advanced_engine_is_caught(engine, monkeypatch):
     """Negative control: going on after an exception gives other tokens."""
     monkeypatch.setattr(engine, "_abandon", lambda: None)
     expected = content(engine_of(engine._runner._model).generate(PROMPTS, PARAMS))
@@ -162,7 +151,7 @@ def test_a_half_advanced_engine_is_caught(
 # Something changes while samples are under way.
 
 
-def test_one_step_under_other_ops_is_enough(engine: RolloutEngine) -> None:
+def test_one_step_under_other_ops_is_enough(engine):
     engine.submit([PROMPT], LONG)
     engine.step()
     with strict(except_={"linear"}), pytest.raises(ConsistencyError, match="linear"):
@@ -170,18 +159,16 @@ def test_one_step_under_other_ops_is_enough(engine: RolloutEngine) -> None:
     assert is_idle(engine) and is_as_fresh(engine)
 
 
-def close(engine: RolloutEngine, stream: Any) -> None:
+def close(engine, stream):
     stream.close()
 
 
-def cancel(engine: RolloutEngine, stream: Any) -> None:
+def cancel(engine, stream):
     engine.cancel("mine")
 
 
 @pytest.mark.parametrize("leave", [close, cancel])
-def test_weights_swapped_in_and_out_of_a_rollout_that_is_left_leave_no_keys(
-    engine: RolloutEngine, weight: Any, leave: Callable[[RolloutEngine, Any], None]
-) -> None:
+def test_weights_swapped_in_and_out_of_a_rollout_that_is_left_leave_no_keys(engine, weight, leave):
     kept = weight.detach().clone()
     stream = engine.stream([PROMPT], LONG, request_ids=["mine"])
     weight.data.mul_(1.5)  # leaves no version
@@ -194,16 +181,14 @@ def test_weights_swapped_in_and_out_of_a_rollout_that_is_left_leave_no_keys(
     assert list(stream) == []
 
 
-def test_a_rollout_left_before_its_first_step_keeps_the_cache(engine: RolloutEngine) -> None:
+def test_a_rollout_left_before_its_first_step_keeps_the_cache(engine):
     engine.generate([PROMPT], PARAMS)
     engine.stream([PROMPT], PARAMS).close()
     engine.generate([PROMPT], PARAMS)
     assert engine.stats.prefix_hit_tokens == 28
 
 
-def test_weights_written_and_written_back_within_a_rollout_are_an_error(
-    engine: RolloutEngine, weight: Any
-) -> None:
+def test_weights_written_and_written_back_within_a_rollout_are_an_error(engine, weight):
     kept = weight.detach().clone()
     engine.submit([PROMPT], SamplingParams(max_tokens=2, seed=4))
     with torch.no_grad():
@@ -219,18 +204,16 @@ def test_weights_written_and_written_back_within_a_rollout_are_an_error(
 # What runs in the forward pass beside the weights.
 
 
-def triple(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+def triple(module, arguments, output):
     return output * 3
 
 
-def triple_input(module: Any, arguments: Any) -> Any:
+def triple_input(module, arguments):
     return (arguments[0] * 3, *arguments[1:])
 
 
 @pytest.mark.parametrize("kind", ["forward", "pre"])
-def test_a_hook_added_or_removed_between_rollouts_drops_the_cache(
-    engine: RolloutEngine, model: Any, kind: str
-) -> None:
+def test_a_hook_added_or_removed_between_rollouts_drops_the_cache(engine, model, kind):
     before = content(engine.generate(PROMPTS, PARAMS))
     mlp = model.model.layers[0].mlp
     add = {
@@ -247,7 +230,7 @@ def test_a_hook_added_or_removed_between_rollouts_drops_the_cache(
     assert content(engine.generate(PROMPTS, PARAMS)) == before
 
 
-def test_a_hook_added_during_a_rollout_is_an_error(engine: RolloutEngine, model: Any) -> None:
+def test_a_hook_added_during_a_rollout_is_an_error(engine, model):
     engine.submit([PROMPT], PARAMS)
     engine.step()
     hook = model.model.layers[0].mlp.register_forward_hook(triple)
@@ -256,9 +239,7 @@ def test_a_hook_added_during_a_rollout_is_an_error(engine: RolloutEngine, model:
     assert is_idle(engine) and is_as_fresh(engine)
 
 
-def test_another_patch_of_the_same_model_drops_the_cache(
-    tiny_qwen3: Callable[..., Qwen3ForCausalLM],
-) -> None:
+def test_another_patch_of_the_same_model_drops_the_cache(tiny_qwen3):
     model = tiny_qwen3()
     first = patch(model)
     engine = engine_of(model)

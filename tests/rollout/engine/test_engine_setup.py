@@ -1,17 +1,10 @@
 """Settings of the engine, names it makes up, CUDA streams, and graphs captured ahead of time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, Shape
-from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import engine_of
 
@@ -20,13 +13,11 @@ SIZES = {"num_kv_blocks": 64, "max_num_seqs": 6}
 
 
 @pytest.fixture
-def engine(model: Any) -> RolloutEngine:
+def engine(model):
     return engine_of(model, **SIZES)
 
 
-def test_inference_mode_is_refused_where_it_would_fail_later(
-    model: Any, tiny_qwen3: Callable[..., Qwen3ForCausalLM]
-) -> None:
+def test_inference_mode_is_refused_where_it_would_fail_later(model, tiny_qwen3):
     with torch.inference_mode(), pytest.raises(ValueError, match="outside torch.inference_mode"):
         engine_of(model)
     with torch.inference_mode():
@@ -38,13 +29,13 @@ def test_inference_mode_is_refused_where_it_would_fail_later(
 # Names.
 
 
-def test_made_up_request_ids_keep_clear_of_the_callers(engine: RolloutEngine) -> None:
+def test_made_up_request_ids_keep_clear_of_the_callers(engine):
     engine.submit([[1], [2]], PARAMS, request_ids=["request-0", "request-2"], prompt_ids=[0, 1])
     made_up = [engine.submit([[3], [4]], PARAMS, prompt_ids=[first, first + 1]) for first in (2, 4)]
     assert made_up == [["request-1", "request-3"], ["request-4", "request-5"]]
 
 
-def test_a_request_is_unfinished_until_it_is_handed_out(engine: RolloutEngine) -> None:
+def test_a_request_is_unfinished_until_it_is_handed_out(engine):
     engine.submit([[1]], PARAMS, request_ids=["a"])
     engine.cancel("a")
     with pytest.raises(ValueError, match="the engine has 1 unfinished requests"):
@@ -58,9 +49,7 @@ def test_a_request_is_unfinished_until_it_is_handed_out(engine: RolloutEngine) -
 # CUDA streams: on a CPU there are none, so the runner is told of some.
 
 
-def test_a_step_on_another_stream_than_the_first_is_refused(
-    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_on_another_stream_than_the_first_is_refused(engine, monkeypatch):
     runner = engine._runner
     current = 1
     monkeypatch.setattr(runner, "_current_stream", lambda: current)
@@ -78,25 +67,25 @@ def test_a_step_on_another_stream_than_the_first_is_refused(
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool, bool]]:
+def captures(monkeypatch):
     """Every graph asked for, as (rows, width, truncates, shared)."""
-    asked: list[tuple[int, int, bool, bool]] = []
+    asked = []
 
-    def captured(self: Any, shape: Shape) -> None:
+    def captured(self, shape):
         asked.append((shape.rows, shape.width, shape.truncates, shape.shared))
 
     monkeypatch.setattr(DecodeGraphs, "captured", captured)
     return asked
 
 
-def with_graphs(engine: RolloutEngine) -> RolloutEngine:
+def with_graphs(engine):
     """The engine as it is on a GPU, where it has a place for graphs."""
     runner = engine._runner
     runner.decode_graphs = DecodeGraphs(*runner.parts, capacity=64)
     return engine
 
 
-def test_a_warm_up_captures_what_decoding_replays(engine: RolloutEngine, captures: Any) -> None:
+def test_a_warm_up_captures_what_decoding_replays(engine, captures):
     with_graphs(engine).warm_up(PARAMS)
     assert captures == [(rows, 1, False, False) for rows in (6, 4, 2, 1)]
     captures.clear()
@@ -108,15 +97,15 @@ def test_a_warm_up_captures_what_decoding_replays(engine: RolloutEngine, capture
     "n, shares, expected", [(2, True, True), (1, True, False), (2, False, False)]
 )
 def test_a_warm_up_for_groups_captures_calls_that_share_keys(
-    model: Any, captures: Any, monkeypatch: pytest.MonkeyPatch, n: int, shares: bool, expected: bool
-) -> None:
+    model, captures, monkeypatch, n, shares, expected
+):
     monkeypatch.setattr(DecodeGraphs, "share_keys", True)
     engine = with_graphs(engine_of(model, **SIZES, enable_prefix_sharing=shares))
     engine.warm_up(SamplingParams(n=n), batch_sizes=[4, 1])
     assert captures == [(4, 1, False, expected), (1, 1, False, False)]
 
 
-def test_a_warm_up_is_refused_in_the_middle_or_beyond_the_seats(engine: RolloutEngine) -> None:
+def test_a_warm_up_is_refused_in_the_middle_or_beyond_the_seats(engine):
     with pytest.raises(ValueError, match=r"1 to max_num_seqs=6, got \[0, 7\]"):
         engine.warm_up(PARAMS, batch_sizes=[0, 1, 7])
     engine.submit([[1]], PARAMS)
@@ -124,10 +113,8 @@ def test_a_warm_up_is_refused_in_the_middle_or_beyond_the_seats(engine: RolloutE
         engine.warm_up(PARAMS)
 
 
-def test_hooks_and_another_patch_drop_the_graphs(
-    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dropped: list[int] = []
+def test_hooks_and_another_patch_drop_the_graphs(engine, model, monkeypatch):
+    dropped = []
     monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(1))
     with_graphs(engine)
     engine._runner.begin()

@@ -1,33 +1,28 @@
 """Threads that share an engine: each gets its own completions, or a clear error."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], list(range(20, 33))]
 
 
-def params(seed: int) -> SamplingParams:
+def params(seed):
     return SamplingParams(n=2, max_tokens=12, seed=seed)
 
 
-def drawn(engine: RolloutEngine, seed: int, **options: Any) -> list[list[int]]:
+def drawn(engine, seed, **options):
     return [c.token_ids for c in engine.generate(PROMPTS, params(seed), **options)]
 
 
-def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+def in_thread(call):
     """Starts a call in a thread; the function it returns waits for the result or the error."""
-    results: list[Any] = []
+    results = []
 
-    def run() -> None:
+    def run():
         try:
             results.append(call())
         except ValueError as error:
@@ -36,14 +31,14 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     thread = threading.Thread(target=run)
     thread.start()
 
-    def wait() -> Any:
+    def wait():
         thread.join(timeout=60)
         return results[0]
 
     return wait
 
 
-def test_a_second_generate_waits_for_the_first(engine: RolloutEngine) -> None:
+def test_a_second_generate_waits_for_the_first(engine):
     expected = {seed: drawn(engine, seed) for seed in range(4)}
     for _ in range(3):
         waits = {seed: in_thread(lambda seed=seed: drawn(engine, seed)) for seed in range(4)}
@@ -51,11 +46,11 @@ def test_a_second_generate_waits_for_the_first(engine: RolloutEngine) -> None:
     assert not engine.has_unfinished
 
 
-def while_it_runs(engine: RolloutEngine) -> tuple[list[list[int]], Any]:
+def while_it_runs(engine):
     """What a `generate` gives, and what another gives that a thread calls during it."""
-    waits: list[Callable[[], Any]] = []
+    waits = []
 
-    def call(*_: int) -> None:
+    def call(*_):
         if not waits:
             waits.append(in_thread(lambda: drawn(engine, 1)))
 
@@ -63,18 +58,18 @@ def while_it_runs(engine: RolloutEngine) -> tuple[list[list[int]], Any]:
     return first, waits[0]()
 
 
-def test_a_generate_called_during_another_gives_what_it_gives_alone(engine: RolloutEngine) -> None:
+def test_a_generate_called_during_another_gives_what_it_gives_alone(engine):
     assert while_it_runs(engine) == (drawn(engine, 0), drawn(engine, 1))
 
 
-def test_without_turns_the_second_call_is_not_served(engine: RolloutEngine) -> None:
+def test_without_turns_the_second_call_is_not_served(engine):
     """Negative control."""
-    engine._turn = nullcontext()  # type: ignore[assignment]
+    engine._turn = nullcontext()
     first, second = while_it_runs(engine)
     assert first == drawn(engine, 0) and isinstance(second, ValueError)
 
 
-def test_a_stream_that_is_open_is_an_error_for_another_thread(engine: RolloutEngine) -> None:
+def test_a_stream_that_is_open_is_an_error_for_another_thread(engine):
     stream = engine.stream(PROMPTS, params(0))
     next(stream)
     refused = in_thread(lambda: drawn(engine, 1))()
@@ -83,8 +78,8 @@ def test_a_stream_that_is_open_is_an_error_for_another_thread(engine: RolloutEng
     assert drawn(engine, 1) == in_thread(lambda: drawn(engine, 1))()
 
 
-def test_another_thread_may_cancel(engine: RolloutEngine) -> None:
-    def cancel(*_: int) -> None:
+def test_another_thread_may_cancel(engine):
+    def cancel(*_):
         assert in_thread(lambda: engine.cancel("long"))() in (True, False)
 
     found = engine.generate(PROMPTS[:1], params(0), request_ids=["long"], progress=cancel)
@@ -92,7 +87,7 @@ def test_another_thread_may_cancel(engine: RolloutEngine) -> None:
     assert drawn(engine, 1) and not engine.has_unfinished
 
 
-def test_completions_that_another_step_took_are_told(engine: RolloutEngine) -> None:
+def test_completions_that_another_step_took_are_told(engine):
     """A callback that steps the engine itself."""
     with pytest.raises(ValueError, match="of 6 completions went to another caller of step"):
         drawn(engine, 3, progress=lambda *_: engine.step())

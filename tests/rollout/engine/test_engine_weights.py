@@ -1,18 +1,12 @@
 """Reuse of the cache from one call to the next, and the hand-over of weights."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from tests.rollout.engine.engines import content, engine_of, is_idle
@@ -22,13 +16,13 @@ SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
 
 
 @pytest.fixture
-def changed(model: Qwen3ForCausalLM) -> Iterator[Callable[[], None]]:
+def changed(model):
     """Changes a weight in place, as an optimizer step does; undone after the test."""
     weight = model.model.layers[0].self_attn.k_proj.weight
     kept = weight.detach().clone()
 
     @torch.no_grad()
-    def change() -> None:
+    def change():
         weight.mul_(1.25)
 
     yield change
@@ -37,14 +31,14 @@ def changed(model: Qwen3ForCausalLM) -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Qwen3ForCausalLM) -> dict[tuple[int, int], Any]:
+def expected(model):
     return content(engine_of(model).generate(PROMPTS, SAMPLING))
 
 
 # The cache from one call to the next.
 
 
-def turns(engine: RolloutEngine, between: Callable[[], None] = lambda: None) -> tuple[Any, int]:
+def turns(engine, between=lambda: None):
     """A conversation of two turns: the second turn's completions, and what it found."""
     (first,) = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=14, seed=4))
     between()
@@ -53,7 +47,7 @@ def turns(engine: RolloutEngine, between: Callable[[], None] = lambda: None) -> 
     return (prompt, content(completions)), engine.stats.prefix_hit_tokens
 
 
-def test_a_second_turn_finds_the_first_in_the_cache(model: Any) -> None:
+def test_a_second_turn_finds_the_first_in_the_cache(model):
     engine = engine_of(model)
     (prompt, second), found = turns(engine)
     # The first sample finds the 24 full tokens of 26 computed before; its sibling finds 28.
@@ -63,17 +57,17 @@ def test_a_second_turn_finds_the_first_in_the_cache(model: Any) -> None:
     assert content(fresh.generate([prompt], params)) == second
 
 
-def test_weights_that_were_written_but_not_changed_keep_the_cache(model: Any) -> None:
+def test_weights_that_were_written_but_not_changed_keep_the_cache(model):
     weight = model.model.layers[0].self_attn.k_proj.weight
 
     @torch.no_grad()
-    def rewrite() -> None:
+    def rewrite():
         weight.copy_(weight.clone())
 
     assert turns(engine_of(model), between=rewrite)[1] == 24 + 28
 
 
-def test_other_ops_drop_the_cache(model: Any) -> None:
+def test_other_ops_drop_the_cache(model):
     engine = engine_of(model)
     engine.generate([PROMPTS[3]], SamplingParams())
     with strict(False):
@@ -85,9 +79,7 @@ def test_other_ops_drop_the_cache(model: Any) -> None:
     assert engine.stats.prefix_hit_tokens == 12
 
 
-def test_a_cache_kept_over_new_weights_is_caught(
-    model: Any, changed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_kept_over_new_weights_is_caught(model, changed, monkeypatch):
     """Negative control."""
     engine = engine_of(model)
     monkeypatch.setattr(engine._weights, "take_over", lambda given, generation: False)
@@ -101,13 +93,13 @@ def test_a_cache_kept_over_new_weights_is_caught(
 # The hand-over of weights.
 
 
-def test_the_digest_of_the_weights_in_use_is_accepted(model: Any, expected: Any) -> None:
+def test_the_digest_of_the_weights_in_use_is_accepted(model, expected):
     digest = model_digest(model)
     completions = engine_of(model).generate(PROMPTS, SAMPLING, weights_digest=digest)
     assert content(completions) == expected
 
 
-def test_another_digest_is_refused_naming_both(model: Any, expected: Any) -> None:
+def test_another_digest_is_refused_naming_both(model, expected):
     engine = engine_of(model)
     with pytest.raises(ConsistencyError, match=f"digest other .* digest {model_digest(model)}"):
         engine.generate(PROMPTS, SAMPLING, weights_digest="other")
@@ -120,17 +112,17 @@ def test_another_digest_is_refused_naming_both(model: Any, expected: Any) -> Non
     assert content(engine.generate(PROMPTS, SAMPLING)) == expected
 
 
-def written_once(weight: torch.Tensor, call: int) -> None:
+def written_once(weight, call):
     if call == 3:
         with torch.no_grad():
             weight.mul_(1.25)
 
 
-def written_beside_its_version(weight: torch.Tensor, call: int) -> None:
+def written_beside_its_version(weight, call):
     weight.data.mul_(1.01)
 
 
-def moved(weight: torch.Tensor, call: int) -> None:
+def moved(weight, call):
     weight.data = weight.data.clone()
 
 
@@ -142,9 +134,7 @@ def moved(weight: torch.Tensor, call: int) -> None:
         (moved, "a parameter or a buffer was written or moved"),
     ],
 )
-def test_weights_changed_during_generation_are_an_error(
-    model: Any, changed: Callable[[], None], update: Callable[..., None], message: str
-) -> None:
+def test_weights_changed_during_generation_are_an_error(model, changed, update, message):
     engine, calls = engine_of(model), itertools.count(1)
     weight = model.model.layers[0].self_attn.k_proj.weight
     memory = weight.data

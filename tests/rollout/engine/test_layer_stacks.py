@@ -1,10 +1,6 @@
 """Layers copied, moved, removed or repeated: each place in the stack has its own cache."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,34 +16,34 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(20, 41))]
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=8)
 
 
-def grown(layers: nn.ModuleList) -> list[nn.Module]:
+def grown(layers):
     return [*layers, copy.deepcopy(layers[1])]
 
 
-def shortened(layers: nn.ModuleList) -> list[nn.Module]:
+def shortened(layers):
     return [layers[1]]
 
 
-def turned(layers: nn.ModuleList) -> list[nn.Module]:
+def turned(layers):
     return [layers[1], layers[0]]
 
 
-def repeated(layers: nn.ModuleList) -> list[nn.Module]:
+def repeated(layers):
     return [layers[0], layers[1], layers[1]]
 
 
 STACKS = [grown, shortened, turned, repeated]
 
 
-def stacked(change: Callable[[nn.ModuleList], list[nn.Module]]) -> Any:
-    model: Any = build_preset("tiny-llama")
+def stacked(change):
+    model = build_preset("tiny-llama")
     model.model.layers = nn.ModuleList(change(model.model.layers))
     model.config.num_hidden_layers = len(model.model.layers)
     return model
 
 
 @pytest.mark.parametrize("change", STACKS)
-def test_rollout_equals_training_and_both_are_the_stock_model(change: Any) -> None:
+def test_rollout_equals_training_and_both_are_the_stock_model(change):
     model = stacked(change)
     ids = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
@@ -59,13 +55,11 @@ def test_rollout_equals_training_and_both_are_the_stock_model(change: Any) -> No
 
 
 @pytest.mark.parametrize("change", [grown, repeated])
-def test_a_cache_that_goes_by_the_layers_own_number_is_caught(
-    change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_goes_by_the_layers_own_number_is_caught(change, monkeypatch):
     """Negative control."""
     attend = CanonicalAttention._attend
 
-    def by_number(self: Any, q: Any, k: Any, v: Any, layout: Any, index: int) -> Any:
+    def by_number(self, q, k, v, layout, index):
         return attend(self, q, k, v, layout, self.layer_idx)
 
     monkeypatch.setattr(CanonicalAttention, "_attend", by_number)

@@ -1,12 +1,8 @@
 """A library product that was withdrawn is reported, and nothing computed with it is used again."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,20 +24,20 @@ Differs = Callable[[Key], None]
 
 
 @pytest.fixture
-def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
+def differs(monkeypatch, tmp_path):
     """Says that a sample of a product was found to differ, not read yet."""
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(
         findings_module, "_by_device", {CPU: Findings(tmp_path / "findings.json", {})}
     )
 
-    def difference(key: Key) -> None:
+    def difference(key):
         audit.record(key.name, torch.zeros(2), torch.tensor([0.0, 1.0]))
 
     return difference
 
 
-def warnings_of(act: Callable[[], Any]) -> list[str]:
+def warnings_of(act):
     """The warnings while `act` runs."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -50,9 +46,7 @@ def warnings_of(act: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("reads_before", [False, True])
-def test_a_withdrawn_product_is_warned_of_once(
-    engine: RolloutEngine, differs: Differs, reads_before: bool
-) -> None:
+def test_a_withdrawn_product_is_warned_of_once(engine, differs, reads_before):
     look = engine._weights.withdrawals
     assert warnings_of(look) == [] and look() == 0
     for count, key in enumerate(KEYS, start=1):
@@ -64,16 +58,14 @@ def test_a_withdrawn_product_is_warned_of_once(
         assert warnings_of(look) == [] and look() == count
 
 
-def test_an_engine_does_not_warn_of_what_was_withdrawn_before_it_was_built(
-    model: Any, differs: Differs
-) -> None:
+def test_an_engine_does_not_warn_of_what_was_withdrawn_before_it_was_built(model, differs):
     differs(KEYS[0])
     engine = RolloutEngine(model, eos_token_id=None, kv_block_size=4)
     look = engine._weights.withdrawals
     assert warnings_of(look) == [] and look() == 1
 
 
-def test_both_of_two_engines_are_warnings_of(model: Any, differs: Differs) -> None:
+def test_both_of_two_engines_are_warnings_of(model, differs):
     engines = [RolloutEngine(model, eos_token_id=None, kv_block_size=4) for _ in range(2)]
     streams = [engine.stream([PROMPT], PARAMS) for engine in engines]
     differs(KEYS[0])
@@ -82,9 +74,7 @@ def test_both_of_two_engines_are_warnings_of(model: Any, differs: Differs) -> No
         assert KEYS[0].name in message
 
 
-def test_an_engine_whose_stream_was_closed_warns_when_the_next_begins(
-    engine: RolloutEngine, differs: Differs
-) -> None:
+def test_an_engine_whose_stream_was_closed_warns_when_the_next_begins(engine, differs):
     stream = engine.stream([PROMPT], PARAMS)
     differs(KEYS[0])
     assert warnings_of(stream.close) == []
@@ -92,10 +82,8 @@ def test_an_engine_whose_stream_was_closed_warns_when_the_next_begins(
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_rollout_warns_of_what_was_withdrawn_before_it_or_during_it(
-    engine: RolloutEngine, differs: Differs, when: str
-) -> None:
-    def found_in_the_middle() -> None:
+def test_a_rollout_warns_of_what_was_withdrawn_before_it_or_during_it(engine, differs, when):
+    def found_in_the_middle():
         stream = engine.stream([PROMPT], PARAMS)
         differs(KEYS[0])
         list(stream)
@@ -108,10 +96,8 @@ def test_a_rollout_warns_of_what_was_withdrawn_before_it_or_during_it(
     assert warnings_of(generate) == []
 
 
-def test_keys_cached_before_a_withdrawal_are_dropped(
-    engine: RolloutEngine, differs: Differs
-) -> None:
-    def hits() -> int:
+def test_keys_cached_before_a_withdrawal_are_dropped(engine, differs):
+    def hits():
         engine.generate([PROMPT], PARAMS)
         return engine.stats.prefix_hit_tokens
 
@@ -122,10 +108,8 @@ def test_keys_cached_before_a_withdrawal_are_dropped(
     assert hits() == 16
 
 
-def test_graphs_captured_before_a_withdrawal_are_dropped(
-    engine: RolloutEngine, differs: Differs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dropped: list[int] = []
+def test_graphs_captured_before_a_withdrawal_are_dropped(engine, differs, monkeypatch):
+    dropped = []
     monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(1))
     runner = engine._runner
     runner.decode_graphs = DecodeGraphs(*runner.parts, capacity=64)

@@ -1,18 +1,13 @@
 """Thousands of requests through one engine, many cancelled midway: nothing is kept of any."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -33,9 +28,7 @@ SMALLEST_LEAK = 64 * 1024
     params=[("cpu", 500), pytest.param(("cuda", 10_000), marks=pytest.mark.gpu)],
     ids=lambda param: param[0],
 )
-def engine_and_count(
-    request: pytest.FixtureRequest, tiny_qwen3: Callable[..., Qwen3ForCausalLM]
-) -> Iterator[tuple[RolloutEngine, int]]:
+def engine_and_count(request, tiny_qwen3):
     """An engine whose cache is often full, and how many requests it is to serve."""
     device, count = request.param
     model = tiny_qwen3(
@@ -55,7 +48,7 @@ def engine_and_count(
         yield engine, count
 
 
-def request_of(number: int) -> tuple[list[int], SamplingParams]:
+def request_of(number):
     """A prompt that begins like others, and how to sample one or two short texts behind it."""
     rng = random.Random(number)
     prompt = [*SHARED[: rng.randrange(len(SHARED))], *[rng.randrange(60)] * rng.randint(1, 3)]
@@ -70,10 +63,10 @@ def request_of(number: int) -> tuple[list[int], SamplingParams]:
     return prompt, sampling
 
 
-def serve(engine: RolloutEngine, numbers: range) -> list[Completion]:
+def serve(engine, numbers):
     """Submit requests while others run, cancel some in whatever state they are, run to the end."""
     rng = random.Random(numbers.start)
-    completions: list[Completion] = []
+    completions = []
     for number in numbers:
         prompt, sampling = request_of(number)
         engine.submit([prompt], sampling, prompt_ids=[number], request_ids=[str(number)])
@@ -86,7 +79,7 @@ def serve(engine: RolloutEngine, numbers: range) -> list[Completion]:
     return completions
 
 
-def check_empty(engine: RolloutEngine) -> None:
+def check_empty(engine):
     """Nothing is held any more: neither a block, nor a seat, nor a request."""
     blocks, scheduler = engine._blocks, engine._loop._scheduler
     assert blocks.num_free_blocks == blocks.num_blocks
@@ -96,18 +89,18 @@ def check_empty(engine: RolloutEngine) -> None:
     assert not engine._requests.live and not engine._requests.has_completions
 
 
-def device_bytes(engine: RolloutEngine) -> int:
+def device_bytes(engine):
     """What lives on the engine's GPU; 0 on a CPU."""
     gc.collect()
     device = engine._runner.device
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def test_nothing_is_kept_of_many_requests(engine_and_count: tuple[RolloutEngine, int]) -> None:
+def test_nothing_is_kept_of_many_requests(engine_and_count):
     engine, count = engine_and_count
-    seen: Counter[str] = Counter()
-    completions: list[Completion] = []
-    held: list[int] = []
+    seen = Counter()
+    completions = []
+    held = []
     for begin, end in ((0, count // 3), (count // 3, count)):
         completions += serve(engine, range(begin, end))
         check_empty(engine)

@@ -4,9 +4,7 @@ that training recomputes. (The toy model of `test_step_loop.py` sees many more s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,10 @@ from transformers import Qwen3ForCausalLM
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout import engine as engine_module
-from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import Recalling
+from tests.rollout.toy import preempting
 
 EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
 """Counted by the engine; all of it has to happen in random schedules, or they show nothing."""
@@ -46,13 +44,11 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def served(
-    request: pytest.FixtureRequest, tiny_qwen3: Callable[..., Qwen3ForCausalLM]
-) -> Iterator[Served]:
+def served(request, tiny_qwen3):
     model = tiny_qwen3(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=192, head_dim=64, initializer_range=0.2
     )
-    model.bfloat16().to(request.param)  # type: ignore[arg-type]
+    model.bfloat16().to(request.param)
     with patch(model):
         engine = engine_of(model, max_num_seqs=1, enable_prefix_sharing=False, cuda_graphs=False)
         completions = [
@@ -78,12 +74,12 @@ def served(
         yield Served(model, alone)
 
 
-def engine_of(model: Any, **options: Any) -> RolloutEngine:
+def engine_of(model, **options):
     return RolloutEngine(model, eos_token_id=STOP, **{"num_kv_blocks": 200, **options})
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> dict[str, Any]:
+def schedules(draw):
     block_size = draw(st.sampled_from([1, 4, 16]))
     fewest = -(-42 // block_size)  # the longest sample has 24 + 18 tokens
     return {
@@ -104,10 +100,10 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def serve(served: Served, schedule: dict[str, Any]) -> tuple[RolloutEngine, list[Completion]]:
+def serve(served, schedule):
     texts = [[*PROMPTS[i], *tokens] for (i, _), (tokens, _) in served.alone.items()]
     engine = engine_of(served.model, drafter=Recalling(texts), **schedule["options"])
-    completions: list[Completion] = []
+    completions = []
     for step in range(13):
         for index in schedule["order"]:
             if schedule["arrivals"][index] == step:
@@ -122,12 +118,12 @@ def serve(served: Served, schedule: dict[str, Any]) -> tuple[RolloutEngine, list
     return engine, completions
 
 
-def test_no_schedule_moves_a_byte(served: Served, preempting: Any) -> None:
-    seen: Counter[str] = Counter()
+def test_no_schedule_moves_a_byte(served):
+    seen = Counter()
 
     @settings(deadline=None, derandomize=True, max_examples=12)
     @given(schedule=schedules())
-    def any_schedule(schedule: dict[str, Any]) -> None:
+    def any_schedule(schedule):
         with pytest.MonkeyPatch.context() as patched:
             # Of every rollout: the engine makes a new one whenever it was idle.
             patched.setattr(engine_module, "Scheduler", preempting(schedule["preempted"]))

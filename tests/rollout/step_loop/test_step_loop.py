@@ -1,7 +1,5 @@
 """The loop runs one step ahead, and whatever it is asked, tokens and logprobs are those of a
-sequence alone. On the toy model of `conftest.py`, against its cache-free oracle."""
-
-from __future__ import annotations
+sequence alone. On the toy model of `toy.py`, against its cache-free oracle."""
 
 import gc
 import random
@@ -14,18 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.toy import PREFIX, check, expected, preempting, sequence_of, toy
 
 Make = Callable[..., Any]
 EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
 """Counted by the loop; all of it has to happen in random schedules, or they show nothing."""
 
-PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
 
-
-def test_a_step_is_launched_before_the_one_before_is_waited_for(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
+def test_a_step_is_launched_before_the_one_before_is_waited_for():
     served = toy()
     sequences = [sequence_of([3, 4, 5], max_tokens=5, stop=frozenset())]
     served.run(sequences)
@@ -34,7 +28,7 @@ def test_a_step_is_launched_before_the_one_before_is_waited_for(
     check(sequences)
 
 
-def test_a_sequence_is_never_launched_beyond_max_tokens(toy: Make, sequence_of: Make) -> None:
+def test_a_sequence_is_never_launched_beyond_max_tokens():
     served = toy()
     sequences = [sequence_of([i], max_tokens=i, prompt_id=i, stop=frozenset()) for i in range(1, 9)]
     served.run(sequences)
@@ -43,9 +37,7 @@ def test_a_sequence_is_never_launched_beyond_max_tokens(toy: Make, sequence_of: 
     assert served.loop.statistics.discarded_rows == 0
 
 
-def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
+def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away():
     sequences = [sequence_of([i, 5], max_tokens=30, prompt_id=i) for i in range(12)]
     served = toy()
     served.run(sequences)
@@ -56,7 +48,7 @@ def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> dict[str, Any]:
+def workloads(draw):
     block_size = draw(st.sampled_from([1, 2, 4, 7]))
     longest = 20 + 14
     fewest = -(-longest // block_size)
@@ -88,9 +80,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def serve(
-    toy: Make, sequence_of: Make, preempting: Make, work: dict[str, Any]
-) -> tuple[Any, list[RolloutSequence]]:
+def serve(work):
     fails_at = frozenset({work["fails"]} if work["fails"] else ())
     scheduler = preempting(work["preempted"])
     served = toy(fails_at=fails_at, scheduler=scheduler, **work["engine"])
@@ -111,15 +101,13 @@ def serve(
     return served, sequences
 
 
-def test_no_schedule_moves_a_token_or_a_logprob(
-    toy: Make, sequence_of: Make, expected: Make, preempting: Make
-) -> None:
-    seen: Counter[str] = Counter()
+def test_no_schedule_moves_a_token_or_a_logprob():
+    seen = Counter()
 
     @settings(deadline=None, derandomize=True, max_examples=150)
     @given(work=workloads())
-    def any_schedule(work: dict[str, Any]) -> None:
-        served, sequences = serve(toy, sequence_of, preempting, work)
+    def any_schedule(work):
+        served, sequences = serve(work)
         for sequence in sequences:
             token_ids, logprobs = expected(sequence)
             num_tokens = sequence.num_tokens
@@ -140,11 +128,11 @@ def test_no_schedule_moves_a_token_or_a_logprob(
 
 
 @pytest.mark.thorough
-def test_memory_is_flat_over_ten_thousand_requests(toy: Make, sequence_of: Make) -> None:
+def test_memory_is_flat_over_ten_thousand_requests():
     rng = random.Random(6)
     served = toy(num_blocks=15, max_num_seqs=12, max_batch_tokens=48)
 
-    def serve(numbers: range) -> int:
+    def serve(numbers):
         """Bytes that Python holds after so many more requests."""
         for number in numbers:
             prompt = PREFIX[: rng.randrange(len(PREFIX))] + [rng.randrange(12)]

@@ -1,25 +1,20 @@
 """Cancellation, failures, drafts and preemption while the loop runs, and what is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.toy import PREFIX, check, expected, load, sequence_of, toy
 
 Make = Callable[..., Any]
-PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
 
 
 # Cancellation.
 
 
-def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_way(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
+def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_way():
     served = toy(num_blocks=5)
     first, second = (sequence_of([i] * 9, max_tokens=8, prompt_id=i) for i in (1, 2))
     served.loop.add(first)
@@ -34,9 +29,7 @@ def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_wa
 # Logprobs that are not finite.
 
 
-def test_a_failure_behind_a_rejected_guess_is_none(
-    toy: Make, sequence_of: Make, expected: Make
-) -> None:
+def test_a_failure_behind_a_rejected_guess_is_none():
     """Only positions that plain decoding reaches can fail."""
     for position in range(3, 24):
         sequence = sequence_of([2, 9] * 1, max_tokens=20, speculation=7)
@@ -49,9 +42,7 @@ def test_a_failure_behind_a_rejected_guess_is_none(
 # Speculation.
 
 
-def test_right_guesses_save_steps_and_are_counted(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
+def test_right_guesses_save_steps_and_are_counted():
     steps = {}
     for speculation in (0, 7):
         sequence = sequence_of(
@@ -67,7 +58,7 @@ def test_right_guesses_save_steps_and_are_counted(
     assert steps[7] < 0.75 * steps[0] == 0.75 * 60
 
 
-def test_a_draft_stays_within_max_tokens(toy: Make, sequence_of: Make) -> None:
+def test_a_draft_stays_within_max_tokens():
     for max_tokens in range(1, 12):
         sequence = sequence_of([1, 4, 0] * 4, max_tokens=max_tokens, speculation=7)
         served = toy()
@@ -77,10 +68,8 @@ def test_a_draft_stays_within_max_tokens(toy: Make, sequence_of: Make) -> None:
         assert len(sequence.token_ids) <= sequence.max_num_tokens
 
 
-def test_drafting_sequences_share_steps_instead_of_taking_turns(
-    toy: Make, sequence_of: Make
-) -> None:
-    def steps(prompt_ids: list[int]) -> int:
+def test_drafting_sequences_share_steps_instead_of_taking_turns():
+    def steps(prompt_ids):
         served = toy(num_blocks=200, max_batch_tokens=200)
         served.run(
             [
@@ -98,9 +87,7 @@ def test_drafting_sequences_share_steps_instead_of_taking_turns(
 # Preemption.
 
 
-def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_blocks(
-    toy: Make, sequence_of: Make, check: Make
-) -> None:
+def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_blocks():
     served = toy(num_blocks=7, share_prefixes=False)
     old, new = (sequence_of([i] * 7, max_tokens=15, prompt_id=i, stop=frozenset()) for i in (1, 2))
     served.loop.add(old)
@@ -119,7 +106,7 @@ def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_b
 # Statistics.
 
 
-def test_statistics_count_what_was_done(toy: Make, load: Make) -> None:
+def test_statistics_count_what_was_done():
     served = toy(share_prefixes=False)
     sequences = load()
     served.run(sequences)
@@ -139,12 +126,10 @@ def test_statistics_count_what_was_done(toy: Make, load: Make) -> None:
 # Steps that fail.
 
 
-def test_a_step_whose_launch_fails_shares_nothing(
-    toy: Make, sequence_of: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_launch_fails_shares_nothing(monkeypatch):
     served = toy()
 
-    def out_of_memory(chunks: list[ScheduledChunk]) -> list[SampledTokens]:
+    def out_of_memory(chunks):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(served.runner, "launch", out_of_memory)
@@ -154,9 +139,7 @@ def test_a_step_whose_launch_fails_shares_nothing(
     assert served.blocks.match_prefix(sequence_of(PREFIX)).block_ids == []
 
 
-def test_the_step_launched_beyond_the_last_end_is_taken_in_at_once(
-    toy: Make, sequence_of: Make, expected: Make
-) -> None:
+def test_the_step_launched_beyond_the_last_end_is_taken_in_at_once():
     free = sequence_of([1, 2, 3], max_tokens=12, stop=frozenset())
     stop = expected(free)[0][7]
     sequence = sequence_of([1, 2, 3], max_tokens=12, stop=frozenset({stop}))
@@ -168,7 +151,7 @@ def test_the_step_launched_beyond_the_last_end_is_taken_in_at_once(
     assert not served.runner.in_flight and served.loop.statistics.discarded_rows == 1
 
 
-def test_an_abandoned_loop_has_waited_and_holds_nothing(toy: Make, sequence_of: Make) -> None:
+def test_an_abandoned_loop_has_waited_and_holds_nothing():
     served = toy()
     served.loop.add(sequence_of(PREFIX, max_tokens=9))
     for _ in range(3):
@@ -180,10 +163,8 @@ def test_an_abandoned_loop_has_waited_and_holds_nothing(toy: Make, sequence_of: 
     assert served.blocks.match_prefix(sequence_of(PREFIX)).block_ids == []
 
 
-def test_a_step_that_was_launched_is_not_lost_when_the_report_before_it_fails(
-    toy: Make, sequence_of: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
+def test_a_step_that_was_launched_is_not_lost_when_the_report_before_it_fails(monkeypatch):
+    def fail(*_):
         raise RuntimeError("no such text")
 
     served = toy()

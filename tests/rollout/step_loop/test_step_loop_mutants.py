@@ -1,7 +1,5 @@
 """Negative controls of the loop: each mutant breaks one rule and must be seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +8,16 @@ import pytest
 from rl_consistency.rollout import scheduler
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.scheduler import Scheduler
-from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.toy import check, expected, load, sequence_of, toy
 
 Make = Callable[..., Any]
 
 
 @pytest.fixture
-def served_well(toy: Make, load: Make, check: Make) -> Callable[..., bool]:
+def served_well():
     """Tells whether heavy traffic comes out right."""
 
-    def serve(**changes: Any) -> bool:
+    def serve(**changes):
         tight = {"num_blocks": 14, "max_batch_tokens": 24, "prefill_chunk_size": 5} | changes
         try:
             for speculation in (0, 7):
@@ -37,14 +35,14 @@ def served_well(toy: Make, load: Make, check: Make) -> Callable[..., bool]:
     return serve
 
 
-def test_the_traffic_of_the_mutants_is_served_well(served_well: Make) -> None:
+def test_the_traffic_of_the_mutants_is_served_well(served_well):
     assert served_well()
 
 
 class KeepsExtraRow(Scheduler):
     """Does not notice that a sequence had ended when its last row was launched."""
 
-    def take_in(self, chunks: Any, sampled_rows: Any) -> list[RolloutSequence]:
+    def take_in(self, chunks, sampled_rows):
         for chunk in chunks:
             chunk.sequence.finish_reason = None
         return super().take_in(chunks, sampled_rows)
@@ -53,7 +51,7 @@ class KeepsExtraRow(Scheduler):
 class SharesTooEarly(BlockManager):
     """Hands out blocks before any step writes them."""
 
-    def _announce(self, sequence: RolloutSequence, index: int) -> None:
+    def _announce(self, sequence, index):
         super()._announce(sequence, index)
         self._blocks[sequence.block_table[index]].computed = True
 
@@ -61,7 +59,7 @@ class SharesTooEarly(BlockManager):
 class CountsGuessesAsComputed(Scheduler):
     """Takes the keys of rejected guesses for good."""
 
-    def mark_launched(self, chunks: Any) -> None:
+    def mark_launched(self, chunks):
         super().mark_launched(chunks)
         for chunk in chunks:
             chunk.sequence.num_computed_tokens = chunk.end
@@ -70,7 +68,7 @@ class CountsGuessesAsComputed(Scheduler):
 class CountsTokensTwice(Scheduler):
     """Counts a step's tokens twice."""
 
-    def mark_launched(self, chunks: Any) -> None:
+    def mark_launched(self, chunks):
         super().mark_launched(chunks)
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += not chunk.samples
@@ -79,7 +77,7 @@ class CountsTokensTwice(Scheduler):
 class LosesBlocks(Scheduler):
     """Forgets the last block of a sequence that ends."""
 
-    def finish(self, sequence: RolloutSequence) -> None:
+    def finish(self, sequence):
         if len(sequence.block_table) > 1:
             sequence.block_table.pop()
         super().finish(sequence)
@@ -88,16 +86,16 @@ class LosesBlocks(Scheduler):
 class GoesOnBehindADraft(Scheduler):
     """Schedules the token behind a draft as if it were the only pending one."""
 
-    def mark_launched(self, chunks: Any) -> None:
+    def mark_launched(self, chunks):
         super().mark_launched(chunks)
         for chunk in chunks:
             chunk.sequence.num_drafted = 0
 
-    def _draft(self, sequence: RolloutSequence, room: int) -> tuple[int, ...] | None:
+    def _draft(self, sequence, room):
         return super()._draft(sequence, room) or ()
 
     @property
-    def prefers_report(self) -> bool:
+    def prefers_report(self):
         return False
 
 
@@ -113,14 +111,14 @@ class GoesOnBehindADraft(Scheduler):
     ],
     ids=lambda mutant: next(iter(mutant.values())).__name__,
 )
-def test_a_broken_rule_is_caught(served_well: Make, mutant: dict[str, Any]) -> None:
+def test_a_broken_rule_is_caught(served_well, mutant):
     assert not served_well(**mutant)
 
 
 class PublishesEachStep(Scheduler):
     """Asks for the publication of what a step computes as soon as it is launched."""
 
-    def mark_launched(self, chunks: Any) -> None:
+    def mark_launched(self, chunks):
         super().mark_launched(chunks)
         for chunk in chunks:
             self._blocks.publish(chunk.sequence)
@@ -129,7 +127,7 @@ class PublishesEachStep(Scheduler):
 class NamesPendingTokens(BlockManager):
     """Publishes a block as soon as a step fills it, its last token unknown."""
 
-    def publish(self, sequence: RolloutSequence) -> None:
+    def publish(self, sequence):
         known = sequence.token_ids
         missing = sequence.num_computed_tokens - len(known)
         sequence.token_ids = known + [0] * max(missing, 0)
@@ -138,9 +136,7 @@ class NamesPendingTokens(BlockManager):
 
 
 @pytest.mark.parametrize("blocks", [BlockManager, NamesPendingTokens])
-def test_a_block_named_before_its_last_token_is_known_is_caught(
-    toy: Make, sequence_of: Make, expected: Make, blocks: type[BlockManager]
-) -> None:
+def test_a_block_named_before_its_last_token_is_known_is_caught(blocks):
     served = toy(blocks=blocks, scheduler=PublishesEachStep)
     first = sequence_of([3, 4, 5], max_tokens=9, stop=frozenset())
     served.run([first])
@@ -152,16 +148,10 @@ def test_a_block_named_before_its_last_token_is_known_is_caught(
 
 
 @pytest.mark.parametrize("off", [-1, 1])
-def test_an_acceptance_rule_off_by_one_is_caught(
-    toy: Make,
-    expected: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    off: int,
-    load: Make,
-) -> None:
+def test_an_acceptance_rule_off_by_one_is_caught(monkeypatch, off):
     right = scheduler.num_accepted
 
-    def wrong(draft: Any, sampled: Any) -> int:
+    def wrong(draft, sampled):
         return max(min(right(draft, sampled) + off, len(draft)), 0)
 
     monkeypatch.setattr(scheduler, "num_accepted", wrong)

@@ -2,7 +2,7 @@ import pytest
 
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.trainers.algorithms import loop
+from rl_consistency.trainers.algorithms import grpo
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 TWO_CHECKED = {
@@ -121,12 +121,12 @@ def test_a_training_forward_that_computes_otherwise_is_caught(tiny_run, monkeypa
 
 def test_a_loss_that_depends_on_the_micro_batch_is_caught(tiny_run, monkeypatch):
     """The control: weights from the counts at hand must fail the gradient check."""
-    real = loop.token_weights
+    real = grpo.token_weights
 
     def local(lengths, kind, **counts):
         return real(lengths, kind, **{**counts, "total_tokens": sum(lengths)})
 
-    monkeypatch.setattr(loop, "token_weights", local)
+    monkeypatch.setattr(grpo, "token_weights", local)
     with pytest.raises(ConsistencyError, match="gradients depend on how the batch was cut"):
         tiny_run(**{"algorithm.loss": "dapo", "consistency.gradient_check_every": 1})
 

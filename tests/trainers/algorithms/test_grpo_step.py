@@ -2,7 +2,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
@@ -56,7 +55,6 @@ def make_trainer(tiny_run):
     def make(hook, reward=length_of_text, **changes):
         config = tiny_run.config(**changes)
         model, tokenizer = load_policy(config.policy, config.tokenizer, seed=1)
-        accelerator = Accelerator(cpu=True)
         examples = [
             Example(id=i, prompt=f"{i}+{i}=", answer=str(2 * i), target=str(2 * i))
             for i in range(6)
@@ -71,7 +69,7 @@ def make_trainer(tiny_run):
             model=model,
             tokenizer=tokenizer,
             engine=RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
-            optimizer=PolicyOptimizer(ranks, config.optimizer, accelerator, total_steps=8),
+            optimizer=PolicyOptimizer(ranks, config.optimizer, total_steps=8),
             ranks=ranks,
             config=config,
             train=prompts,

@@ -96,7 +96,6 @@ def test_yaml_1_1_does_not_reinterpret_values():
     assert load_config(DEMO, ["run.name=on"]).run.name == "on"
     assert load_config(DEMO, ["run.name=2026-11-20"]).run.name == "2026-11-20"
     assert load_config(DEMO, ["run.seed=010"]).run.seed == 10
-    assert "run.seed" in refusal("run.seed=12:30")
 
 
 def test_all_problems_are_reported_at_once_by_dotted_path():
@@ -125,76 +124,107 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.steps=true", "a number is needed, not true or false"),
-        ("training.steps=1.5", "training.steps: "),
-        ("optimizer.learning_rate=.nan", "finite"),
-        ("optimizer.learning_rate=0", "greater than 0"),
-        ("rollout.sampling.temperature=0", "rollout.sampling: temperature must be above 0"),
-        ("rollout.sampling.temperature=hot", "rollout.sampling: temperature must be a number"),
-        ("rollout.sampling.top_p=0", "rollout.sampling: top_p must lie in (0, 1]"),
-        ("rollout.sampling.speculation=8", "rollout.sampling: speculation must be an integer"),
-        ("rollout.sampling.n=1", "rollout.sampling: n must be at least 2"),
-        ("rollout.sampling={n: 2, top_q: 1}", "did you mean top_p?; missing: max_tokens"),
-        ("rollout.sampling=3", "rollout.sampling: "),
-        ("rollout.sampling.seed=3", "rollout.sampling: unknown key seed; the keys here are n, "),
-        ("rollout.temperature=0.5", "rollout.temperature: unknown key; give rollout.sampling.temp"),
-        ("rollout.max_new_tokens=5", "unknown key; give rollout.sampling.max_tokens"),
-        ("run.device=tpu", "run.device: Input should be 'cpu'"),
-        ("run.seed=-1", "run.seed: "),
-        ("policy.path=somewhere", "policy: exactly one of path, hub, build is needed, got path, "),
-        ("policy.build=null", "policy: exactly one of path, hub, build is needed, got none"),
-        ("policy.build.num_key_value_heads=3", "no multiple of num_key_value_heads 3"),
-        ("policy.build.head_dim=24", "head_dim: Input should be a multiple of 16"),
-        ("data.path=x.jsonl", "data: exactly one of task, path is needed, got task, path"),
-        ("data.eval_path=x.jsonl", "eval_path goes with path"),
-        ("data.prompt_template=hello", "must contain {prompt}"),
-        ("data.task.name=geometry", "data.task.name: "),
-        ("data.task.max_value=1", "too few for two disjoint splits"),
-        ("reward.functions=[]", "at least one reward function"),
-        ("reward.functions=[{name: a}, {name: a}]", "a stands more than once"),
-        ("consistency.strict_except=[softmax]", "unknown op softmax; the ops are "),
-        ("optimizer.learning_rate=1e300", "1e+300 is beyond 1e+30, and float32 computes with it"),
-        ("algorithm.clip_high=1e39", "1e+39 is beyond 1e+30, and float32 computes with it"),
-    ],
-)
-def test_a_section_refuses_a_wrong_value(override, message):
-    text = refusal(override)
-    assert message in text and "1 problem\n" in text
+REFUSED = [
+    ("training.steps=true", "a number is needed, not true or false"),
+    ("training.steps=1.5", "training.steps: "),
+    ("training.steps=99999999999999999999", "training.steps: Input should be less than"),
+    ("data.task.num_terms=1000", "data.task.num_terms: Input should be less than or equal to 64"),
+    ("run.num_threads=999999999", "run.num_threads: Input should be less than or equal to 1024"),
+    ("optimizer.learning_rate=.nan", "finite"),
+    ("optimizer.learning_rate=1e999", "a finite number, got inf"),
+    ("optimizer.learning_rate=0", "greater than 0"),
+    ("rollout.sampling.temperature=0", "rollout.sampling: temperature must be above 0"),
+    ("rollout.sampling.temperature=hot", "rollout.sampling: temperature must be a number"),
+    ("rollout.sampling.top_p=0", "rollout.sampling: top_p must lie in (0, 1]"),
+    ("rollout.sampling.speculation=8", "rollout.sampling: speculation must be an integer"),
+    ("rollout.sampling.n=1", "rollout.sampling: n must be at least 2"),
+    ("rollout.sampling={n: 2, top_q: 1}", "did you mean top_p?; missing: max_tokens"),
+    ("rollout.sampling=3", "rollout.sampling: "),
+    ("rollout.sampling.seed=3", "rollout.sampling: unknown key seed; the keys here are n, "),
+    ("rollout.temperature=0.5", "rollout.temperature: unknown key; give rollout.sampling.temp"),
+    ("rollout.max_new_tokens=5", "unknown key; give rollout.sampling.max_tokens"),
+    ("run.device=tpu", "run.device: Input should be 'cpu'"),
+    ("run.seed=-1", "run.seed: "),
+    ("run.seed=12:30", "run.seed: "),
+    ("run.output_dir=' '", "run.output_dir: the path is empty"),
+    ("data.path=''", "data.path: the path is empty"),
+    ("policy.path=somewhere", "policy: exactly one of path, hub, build is needed, got path, "),
+    ("policy.build=null", "policy: exactly one of path, hub, build is needed, got none"),
+    ("policy.build.num_key_value_heads=3", "no multiple of num_key_value_heads 3"),
+    ("policy.build.head_dim=24", "head_dim: Input should be a multiple of 16"),
+    ("data.path=x.jsonl", "data: exactly one of task, path is needed, got task, path"),
+    ("data.eval_path=x.jsonl", "eval_path goes with path"),
+    ("data.prompt_template=hello", "must contain {prompt}"),
+    ("data.task.name=geometry", "data.task.name: "),
+    ("data.task.max_value=1", "too few for two disjoint splits"),
+    ("reward.functions=[]", "at least one reward function"),
+    ("reward.functions=[{name: a}, {name: a}]", "a stands more than once"),
+    ("consistency.strict_except=[softmax]", "unknown op softmax; the ops are "),
+    ("optimizer.learning_rate=1e300", "1e+300 is beyond 1e+30, and float32 computes with it"),
+    ("algorithm.clip_high=1e39", "1e+39 is beyond 1e+30, and float32 computes with it"),
+    ("tokenizer.kind=auto", "tokenizer.kind: a built policy has no tokenizer"),
+    ("rollout.sampling.max_tokens=60", "policy.build.max_position_embeddings: 64 positions"),
+    ("rollout.num_kv_blocks=1", "rollout.num_kv_blocks: 1 blocks of 16 cannot hold"),
+    ("rollout.prefill_chunk_size=32768", "rollout.prefill_chunk_size: 32768 exceeds"),
+    ("algorithm.updates_per_rollout=3", "algorithm.updates_per_rollout: 3 does not divide"),
+    ("data.limit=5", "rollout.prompts_per_step: "),
+    ("algorithm.overlong=penalty", "algorithm.overlong_buffer: must be positive"),
+    ("algorithm.overlong_buffer=2", "algorithm.overlong_buffer: must be positive"),
+    ("algorithm.overlong=penalty algorithm.overlong_buffer=99", "overlong_buffer: 99 exceeds"),
+    ("optimizer.warmup_steps=100000", "optimizer.warmup_steps: 100000 exceeds"),
+    ("data.task.eval_size=0", "training.eval_every: there is no evaluation set"),
+    (
+        "consistency.strict=false consistency.strict_except=[linear]",
+        "consistency.strict_except: has no meaning",
+    ),
+    (
+        "training.strategy=zero1 policy.dtype=bfloat16",
+        "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use",
+    ),
+    ("training.strategy=zero2", "shadow_every: under zero2 DeepSpeed takes every gradient"),
+    ("training.strategy=zero3", "shadow_every: under zero3 DeepSpeed takes every gradient"),
+    (
+        "algorithm.kl_coefficient=0.1 rollout.sampling.top_k=5 rollout.sampling.min_p=0.1",
+        "rollout.sampling sets top_k, min_p: ",
+    ),
+    *(
+        (
+            f"rollout.sampling.top_p=0.9 rollout.sampling.min_p=0.1 algorithm.{key}=2",
+            "top_p, min_p with 2 updates on a rollout",
+        )
+        for key in ("updates_per_rollout", "epochs_per_rollout")
+    ),
+    *(
+        (f"consistency.gradient_leaves={text}", "gradient_leaves: a positive number, or two: [in")
+        for text in ("0", "true", "4.0", "[]", "[2,2,2]", "[2,0]", "null")
+    ),
+    ("consistency.gradient_leaves=257", "256 sequences cannot be cut into 257 leaves"),
+    ("consistency.gradient_leaves=[2,4]", "64 sequences does not fit into a leaf"),
+    ("consistency.gradient_leaves=65 training.micro_batch_size=1", "of 64 sequences"),
+    ("consistency.gradient_leaves=4 consistency.strict=false", "needs canonical ops"),
+    ("consistency.gradient_leaves=4 consistency.strict_except=[glu]", "needs canonical ops"),
+    (
+        "consistency.ordered=false consistency.gradient_leaves=4",
+        "consistency.ordered: false gives each process one leaf: leave out gradient",
+    ),
+    ("consistency.ordered=false consistency.strict=false", "needs canonical ops"),
+    ("consistency.ordered=false consistency.strict_except=[glu]", "needs canonical ops"),
+    ("run.name", "expected section.key=value"),
+    ("=3", "expected section.key=value"),
+    ("run..name=3", "expected section.key=value"),
+    ("run.name.x=3", "run.name is the value 'grpo_arithmetic_tiny_cpu', not a section"),
+    ("reward.functions.7.name=x", "reward.functions is a list of 1"),
+    ("run.name=[", "is not valid YAML"),
+]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["tokenizer.kind=auto"], "tokenizer.kind: a built policy has no tokenizer"),
-        (["rollout.sampling.max_tokens=60"], "policy.build.max_position_embeddings: 64 positions"),
-        (["rollout.num_kv_blocks=1"], "rollout.num_kv_blocks: 1 blocks of 16 cannot hold"),
-        (["rollout.prefill_chunk_size=32768"], "rollout.prefill_chunk_size: 32768 exceeds"),
-        (["algorithm.updates_per_rollout=3"], "algorithm.updates_per_rollout: 3 does not divide"),
-        (["data.limit=5"], "rollout.prompts_per_step: "),
-        (["algorithm.overlong=penalty"], "algorithm.overlong_buffer: must be positive"),
-        (["algorithm.overlong_buffer=2"], "algorithm.overlong_buffer: must be positive"),
-        (
-            ["algorithm.overlong=penalty", "algorithm.overlong_buffer=99"],
-            "algorithm.overlong_buffer: 99 exceeds",
-        ),
-        (["optimizer.warmup_steps=100000"], "optimizer.warmup_steps: 100000 exceeds"),
-        (
-            ["training.strategy=zero1", "policy.dtype=bfloat16"],
-            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use",
-        ),
-        (["data.task.eval_size=0"], "training.eval_every: there is no evaluation set"),
-        (
-            ["consistency.strict=false", "consistency.strict_except=[linear]"],
-            "consistency.strict_except: has no meaning",
-        ),
-    ],
-)
-def test_sections_that_disagree_are_refused(overrides, message):
-    text = refusal(*overrides)
-    assert message in text and "1 problem\n" in text
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_a_wrong_value_a_disagreement_and_a_malformed_override_are_refused(overrides, message):
+    whole = ("rollout.sampling=", "reward.functions=", "run.output_dir=' ")
+    text = refusal(*([overrides] if overrides.startswith(whole) else overrides.split()))
+    assert message in text
+    if "expected" not in message:
+        assert "problem" not in text or "1 problem\n" in text
 
 
 def test_a_duplicate_key_is_refused_with_both_lines(tmp_path):
@@ -264,48 +294,10 @@ def test_an_unknown_user_s_home_is_named():
     assert "data.path: there is no user ~no_" in message
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.steps=99999999999999999999", "less than"),
-        ("data.task.num_terms=1000", "less than or equal to 64"),
-        ("run.num_threads=999999999", "less than or equal to 1024"),
-        ("optimizer.learning_rate=1e999", "a finite number, got inf"),
-    ],
-)
-def test_a_number_out_of_range_is_refused(override, message):
-    found = refusal(override)
-    assert f"  {override.partition('=')[0]}: " in found and message in found
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("run.name", "expected section.key=value"),
-        ("=3", "expected section.key=value"),
-        ("run..name=3", "expected section.key=value"),
-        ("run.name.x=3", "run.name is the value 'grpo_arithmetic_tiny_cpu', not a section"),
-        ("reward.functions.7.name=x", "reward.functions is a list of 1"),
-        ("run.name=[", "is not valid YAML"),
-    ],
-)
-def test_a_malformed_override_is_refused(override, message):
-    assert message in refusal(override)
-
-
-def test_a_kl_term_with_truncated_sampling_is_refused():
-    message = refusal(
-        "algorithm.kl_coefficient=0.1", "rollout.sampling.top_k=5", "rollout.sampling.min_p=0.1"
-    )
-    assert "rollout.sampling sets top_k, min_p: " in message
-
-
 @pytest.mark.parametrize("key", ["updates_per_rollout", "epochs_per_rollout"])
-def test_several_updates_on_truncated_samples_are_refused(key):
-    truncated = ["rollout.sampling.top_p=0.9", "rollout.sampling.min_p=0.1"]
-    load_config(DEMO, truncated)
+def test_truncated_samples_or_several_updates_are_taken(key):
+    load_config(DEMO, ["rollout.sampling.top_p=0.9", "rollout.sampling.min_p=0.1"])
     load_config(DEMO, [f"algorithm.{key}=2"])
-    assert "top_p, min_p with 2 updates on a rollout" in refusal(*truncated, f"algorithm.{key}=2")
 
 
 def test_the_sampling_of_a_recipe_is_sampling_params_with_the_seed_of_the_run():
@@ -318,13 +310,6 @@ def test_the_sampling_of_a_recipe_is_sampling_params_with_the_seed_of_the_run():
     assert yaml.safe_load(dump_config(config))["rollout"]["sampling"]["stop_token_ids"] == [7]
 
 
-@pytest.mark.parametrize("key", ["run.output_dir", "data.path"])
-@pytest.mark.parametrize("text", ["''", "' '"])
-def test_an_empty_path_is_refused_by_its_key(key, text):
-    message = refusal(f"{key}={text}")
-    assert key in message and "empty" in message
-
-
 @pytest.mark.parametrize(("text", "order"), [("4", PartOrder(4)), ("[2, 2]", PartOrder(2, 2))])
 def test_gradient_leaves_are_a_number_or_two(text, order, tmp_path):
     config = load_config(DEMO, [f"consistency.gradient_leaves={text}"])
@@ -332,49 +317,6 @@ def test_gradient_leaves_are_a_number_or_two(text, order, tmp_path):
     resolved = tmp_path / "config.yaml"
     resolved.write_text(dump_config(config))
     assert load_config(resolved) == config
-
-
-@pytest.mark.parametrize("text", ["0", "true", "4.0", "[]", "[2, 2, 2]", "[2, 0]", "null"])
-def test_other_gradient_leaves_are_refused(text):
-    text = refusal(f"consistency.gradient_leaves={text}")
-    assert "consistency.gradient_leaves: a positive number, or two: [in a group, groups]" in text
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["consistency.gradient_leaves=257"], "256 sequences cannot be cut into 257 leaves"),
-        (["consistency.gradient_leaves=[2, 4]"], "64 sequences does not fit into a leaf"),
-        (["consistency.gradient_leaves=65", "training.micro_batch_size=1"], "of 64 sequences"),
-        (["consistency.gradient_leaves=4", "consistency.strict=false"], "needs canonical ops"),
-        (["consistency.gradient_leaves=4", "consistency.strict_except=[glu]"], "canonical ops"),
-    ],
-)
-def test_leaves_that_do_not_fit_the_recipe_are_refused(overrides, message):
-    text = refusal(*overrides)
-    assert "  consistency.gradient_leaves: " in text and message in text
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["consistency.gradient_leaves=4"],
-            "false gives each process one leaf: leave out gradient",
-        ),
-        (["consistency.strict=false"], "needs canonical ops"),
-        (["consistency.strict_except=[glu]"], "needs canonical ops"),
-    ],
-)
-def test_an_unordered_sum_has_no_leaves_and_canonical_ops(overrides, message):
-    text = refusal("consistency.ordered=false", *overrides)
-    assert "  consistency.ordered: " in text and message in text
-
-
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_the_stock_shadow_is_refused_where_deepspeed_takes_gradients(stage):
-    text = refusal(f"training.strategy={stage}")
-    assert f"consistency.shadow_every: under {stage} DeepSpeed takes every gradient" in text
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])

@@ -11,10 +11,11 @@ from rl_consistency.models import inventory
 from rl_consistency.models import patch as patch_module
 from rl_consistency.models.sharding import is_shard, whole_weights
 from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run_directory.step_files import read_metrics
-from rl_consistency.trainers.strategies import build, strategy, zero
+from rl_consistency.trainers.strategies import strategy, zero
 from rl_consistency.verify.mutants.sums import LowPrecision
 from rl_consistency.verify.world.cells import RELEASED
 from tests.trainers.distributed.runs import LEAVES, digest_of, digests
@@ -108,13 +109,13 @@ def parts(world, tree):
     """What each stage makes of one policy."""
     zero.ZERO_OPTIMIZATION |= RELEASED
     config, found = RunConfig.model_validate(tree), []
-    for stage in (zero.Zero1, zero.Zero2, zero.Zero3):
+    for stage in (1, 2, 3):
         policy, _ = load_policy(config.policy, config.tokenizer, seed=3)
         with torch.no_grad():
             policy.get_parameter("model.embed_tokens.weight")[7] = -0.0
         before = parameter_digest(policy)
         with patch_module.patch(policy, grad_dtype=torch.float32):
-            ranks = stage(world, PartOrder(4), policy)
+            ranks = zero.Zero(world, PartOrder(4), policy, stage=stage)
             masters = ranks.masters()
             whole = parameter_digest(dict(ranks.whole(ranks.pieces(masters))))
             kept = sum(map(len, masters.values())) / sum(ranks.numels.values())
@@ -157,7 +158,7 @@ def test_one_process_needs_no_launcher_and_looks_at_the_model_a_few_times(run_ra
 
 
 def test_a_run_without_deepspeed_says_how_to_install_it(tiny_run, monkeypatch):
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'rl-consistency\[deepspeed\]'") as error:
         tiny_run(**{"training.strategy": "zero2"})
     assert "\n" not in str(error.value) and not (tiny_run.directory / "run").exists()

@@ -49,8 +49,6 @@ def test_a_group_is_blind_to_its_neighbours_and_to_the_order_within():
         ([1.0], 1, "group of one"),
         ([1.0, 2.0, 3.0], 2, "multiple of group_size 2"),
         ([], 2, "positive multiple"),
-        ([1.0, math.nan], 2, "sample 1 is nan"),
-        ([math.inf, 1.0], 2, "sample 0 is inf"),
     ],
 )
 def test_unusable_rewards_are_refused(rewards, size, message):
@@ -60,20 +58,12 @@ def test_unusable_rewards_are_refused(rewards, size, message):
 
 def test_the_overlong_mask_drops_completions_cut_by_length():
     assert overlong_mask(["stop", "length", "stop"]).tolist() == [True, False, True]
-    with pytest.raises(ValueError, match="sample 1"):
-        overlong_mask(["stop", "eos"])
 
 
 def test_the_overlong_penalty_falls_over_the_buffer():
     penalty = overlong_penalty([0, 16, 17, 19, 20, 25], max_tokens=20, buffer=4)
     assert penalty.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
     assert not torch.signbit(penalty[:2]).any()
-
-
-@pytest.mark.parametrize("buffer", [0, 21])
-def test_an_impossible_buffer_is_refused(buffer):
-    with pytest.raises(ValueError, match="buffer must be"):
-        overlong_penalty([1], max_tokens=20, buffer=buffer)
 
 
 def naive_gae(rewards, values, gamma, gae_lambda):
@@ -98,19 +88,9 @@ def test_generalized_advantages_match_their_definition(gamma, gae_lambda, length
     assert found == pytest.approx(naive_gae(rewards, values, **factors), rel=1e-12, abs=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
-        ({"gae_lambda": -0.1}, r"gae_lambda must be in \[0, 1\], got -0.1"),
-        ({"values": [0.0]}, "2 rewards for 1 values"),
-        ({"values": [0.0, float("nan")]}, r"token 1 are \(1.0, nan\); they must be finite"),
-    ],
-)
-def test_generalized_advantages_refuse_what_means_nothing(changes, error):
-    given = {"rewards": [0.0, 1.0], "values": [0.0, 0.0], "gamma": 1.0, "gae_lambda": 0.5}
-    with pytest.raises(ValueError, match=error):
-        generalized_advantages(**given | changes)
+def test_a_value_that_is_not_finite_is_named_by_its_token():
+    with pytest.raises(ValueError, match=r"token 1 are \(1.0, nan\); they must be finite"):
+        generalized_advantages([0.0, 1.0], [0.0, math.nan], gamma=1.0, gae_lambda=0.5)
 
 
 def test_the_reward_comes_at_the_last_token_and_the_kl_at_each():

@@ -11,14 +11,13 @@ import torch
 
 from rl_consistency.trainers.config.sections import RewardSection
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards.compute import compute_rewards
+from rl_consistency.trainers.rewards.compute import TimeIsUp, compute_rewards, time_limit
 from rl_consistency.trainers.rewards.function import (
     RewardError,
     RewardFunction,
     check_data,
     resolve,
 )
-from rl_consistency.trainers.rewards.time_limit import TimeIsUp, time_limit
 
 EXAMPLES = [
     Example(id=i, prompt=f"p{i}", answer=str(i), target=str(i), extra={"level": i})

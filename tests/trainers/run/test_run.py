@@ -12,7 +12,6 @@ from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers import tracking
-from rl_consistency.trainers.algorithms import reference
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
@@ -178,8 +177,7 @@ def test_the_models_of_a_run_are_given_back_unpatched(tiny_run, monkeypatch):
         models.append(model)
         return real(model, **options)
 
-    for module in (run_module, reference):
-        monkeypatch.setattr(module, "patch", remembered)
+    monkeypatch.setattr(run_module, "patch", remembered)
     tiny_run(**{"training.steps": 1, "algorithm.kl_coefficient": 0.1})
     assert len(models) == 2
     for model in models:

@@ -1,47 +1,53 @@
-"""Writes what is shipped with the kernels: the winners of products at the models' shapes."""
+"""`python -m benchmarks tune matmul`: the winners of products at the models' shapes, which are
+shipped with the kernels."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product as combinations
 from pathlib import Path
+from unittest.mock import patch as attribute
 
 import torch
 
-from benchmarks.shapes import ROWS, WEIGHTS
-from benchmarks.suite import own_winners
-from benchmarks.timing import Machine
+from benchmarks.shapes import MODELS, ROWS, weights_of
 from rl_consistency.cases.case import Setting
 from rl_consistency.cases.launches import Launch, product
+from rl_consistency.kernels.core import findings
 from rl_consistency.kernels.core.findings import SHIPPED, Findings, Winner
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.tuning.stopwatch import ColdDevice
 from rl_consistency.tuning.tune import tune_works
 
 
-def tune_products(machine: Machine) -> dict[str, Winner]:
+def tune_products(bench: ColdDevice) -> dict[str, Winner]:
     """The winner of each product that has a faster schedule than what runs now, by its work."""
-    works, setting = [], Setting(dtype=torch.bfloat16, device=machine.device)
-    for weight, layout, m in itertools.product(WEIGHTS, ("nt", "nn"), ROWS):
+    works, setting = [], Setting(dtype=torch.bfloat16, device=bench.device)
+    for weight, layout, m in combinations(weights_of(MODELS), ("nt", "nn"), ROWS):
         n, k = weight if layout == "nt" else weight[::-1]
         works.append(product(setting, layout, m, n, k))
-    with winners_of(machine, works) as store:
+    with winners_of(bench, works) as store:
         return store.winners
 
 
 @contextmanager
-def winners_of(machine: Machine, works: Sequence[Launch]) -> Iterator[Findings]:
-    """Inside the block the device has the winners of these works and no others. ConsistencyError
-    where a schedule gave other bytes."""
-    with own_winners(machine.device) as store:
-        with numeric_settings(), torch.no_grad():
-            report = tune_works(works, machine, store, clock=lambda: 0.0)
-        if report.withdrawn:
-            raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
+def winners_of(bench: ColdDevice, works: Sequence[Launch] = ()) -> Iterator[Findings]:
+    """Inside the block the device has the winners of these works and no others; the user's come
+    back behind it. ConsistencyError where a schedule gave other bytes."""
+    store = Findings(None, {})
+    with attribute.dict(findings._by_device, {bench.device: store}):
+        findings.forget_picks()
+        if works:
+            with numeric_settings(), torch.no_grad():
+                report = tune_works(works, bench, store, clock=lambda: 0.0)
+            if report.withdrawn:
+                raise ConsistencyError(f"candidates gave other bytes: {report.withdrawn}")
         yield store
+    findings.forget_picks()
 
 
 def write_shipped(

@@ -4,17 +4,16 @@ Half of the shapes were fitted, the other half judges: their schedules are known
 them is compared without a GPU.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 from zlib import crc32
 
-FILE = Path(__file__).with_name("random_h200.json")
+FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_random.json"
+BANDS = ((1, 16), (17, 128), (129, 1024), (1025, 16384))
+"""Numbers of rows by which products are judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,40 +28,29 @@ class Timed:
     """Name of the schedule -> its time."""
 
     @property
-    def fitted(self) -> bool:
+    def fitted(self):
         """Whether expected costs were fitted to this shape."""
         return crc32(" ".join(map(str, self.shape)).encode()) % 2 == 0
 
     @property
-    def best_us(self) -> float:
-        """The time of the fastest schedule."""
+    def best_us(self):
         return min(self.us.values())
 
 
-def timed_products(file: Path = FILE) -> list[Timed]:
-    """The products of the file."""
-    return _read(file, "products", "schedules")
-
-
-def timed_folds(file: Path = FILE) -> list[Timed]:
-    """The gradient folds of the file."""
-    return _read(file, "folds", "fold_schedules")
-
-
-def mean_and_lowest(ratios: Iterable[float]) -> tuple[float, float]:
-    """Geometric mean and minimum."""
-    found = list(ratios)
-    return geometric_mean(found), min(found)
-
-
-def _read(file: Path, works: str, schedules: str) -> list[Timed]:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    names = found[schedules]
+def timed_works(works, schedules):
+    """The "products" of "schedules", or the "folds" of "fold_schedules"."""
+    found = json.loads(FILE.read_text("utf-8"))
     return [
         Timed(
             shape=tuple(shape),
             library_us=library_us,
-            us={name: us for name, us in zip(names, times, strict=True) if us is not None},
+            us={n: us for n, us in zip(found[schedules], times, strict=True) if us is not None},
         )
         for *shape, library_us, times in found[works]
     ]
+
+
+def mean_and_lowest(ratios):
+    """Geometric mean and minimum."""
+    found = list(ratios)
+    return geometric_mean(found), min(found)
