@@ -26,7 +26,6 @@ from rl_consistency.parity.drift import DriftReport, Sample, compare_logprobs, t
 from rl_consistency.parity.gradients import GradientReport, LossFunction, check_gradients
 from rl_consistency.parity.monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.stock import shadow_stock_path
-from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
@@ -356,25 +355,3 @@ class ConsistencyHook:
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self._current.step - 1) % every == 0
-
-
-def hook_of(
-    config: RunConfig,
-    model: Any,
-    tokenizer: Any,
-    expected: Fingerprint,
-    replay_dir: Path | None,
-    warn: Callable[[str], None],
-) -> ConsistencyHook:
-    """The hook that a recipe asks for; `expected` is the rollout's fingerprint."""
-    return ConsistencyHook(
-        model,
-        **config.consistency.of_the_hook(),
-        metrics_of=config.tracking.metrics_of,
-        micro_batch_size=config.training.micro_batch_size,
-        replay_dir=replay_dir,
-        config=config.model_dump(mode="json"),
-        decode=tokenizer.decode,
-        expected_fingerprint=expected,
-        warn=warn,
-    )
