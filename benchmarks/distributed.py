@@ -51,7 +51,7 @@ def distributed_suites(choice: Choice) -> Suites:
         for strategy in STRATEGIES
         if strategy != "zero1"  # not in bf16
     ]
-    grpo = {**ranks, "model": models[0], "strategy": "replicated", **work}
+    grpo = {**ranks, "model": models[0], **work}
     return {
         "distributed_step": cases("optimizer step", optimizer_step, steps),
         "distributed_grpo": cases(
@@ -156,24 +156,24 @@ def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], 
 
 
 def grpo_scaling(
-    bench: Machine, ranks: int, model: str, strategy: str, groups: int, group: int, new_tokens: int
+    bench: Machine, ranks: int, model: str, groups: int, group: int, new_tokens: int
 ) -> dict[str, Any]:
     """Tokens a second of all GPUs together; `scaling` is over those of one. Each GPU has `groups`
     prompts with `group` completions. Where the time of a step goes is in the figures."""
+    rates: dict[str, float] = {}
+    figures: dict[str, Any] = {}
     with TemporaryDirectory() as place:
         make_random_model(["--preset", model, "--device", bench.device.type, f"{place}/model"])
-        work = (place, strategy, groups, group, new_tokens)
-        found = {n: on_ranks(bench, n, _grpo_steps, *work) for n in (1, ranks)}
-    rates = {n: n * groups * group * new_tokens / found[n]["step"] for n in found}
-    figures: dict[str, Any] = {"scaling": rates[ranks] / rates[1]}
-    for n, medians in found.items():
-        figures |= {f"{name}_seconds on {n}": seconds for name, seconds in medians.items()}
-    rates = {f"on {n}": rate for n, rate in rates.items()}
+        for count in (1, ranks):
+            medians = on_ranks(bench, count, _grpo_steps, place, groups, group, new_tokens)
+            rates[f"on {count}"] = count * groups * group * new_tokens / medians["step"]
+            figures |= {f"{name}_seconds on {count}": each for name, each in medians.items()}
+    figures["scaling"] = rates[f"on {ranks}"] / rates["on 1"]
     return {"figures": figures, "tokens_per_second": rates}
 
 
 def _grpo_steps(
-    world: World, place: str, strategy: str, groups: int, group: int, new_tokens: int
+    world: World, place: str, groups: int, group: int, new_tokens: int
 ) -> dict[str, float]:
     workload = Workload.equal(groups * world.size, group, 32, new_tokens)
     rows = recipe_steps(
@@ -182,7 +182,6 @@ def _grpo_steps(
         workload,
         micro_batch=min(32, groups * group),
         name=f"run_{world.size}",
-        strategy=strategy,
         gradient_leaves=world.size,
     )
     return phase_medians(rows) if rows else {}

@@ -1,4 +1,4 @@
-"""Public projects that are measured beside ours where they are installed."""
+"""Liger, which is measured beside ours where it is installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-PEERS = ("liger_kernel", "batch_invariant_ops")
-
 
 def installed() -> dict[str, str]:
-    """Versions of the peers that are here."""
-    return {name: version(name) for name in PEERS if find_spec(name)}
+    """The version of Liger, where it is here."""
+    return {name: version(name) for name in ("liger_kernel",) if find_spec(name)}
 
 
 def peer(name: str) -> ModuleType | None:
@@ -27,17 +25,6 @@ def liger(name: str) -> Callable[..., Any] | None:
     """The `apply` of one of Liger's autograd functions, such as `LigerRMSNormFunction`."""
     module = peer("liger_kernel.ops")
     return module and getattr(module, name).apply
-
-
-@contextmanager
-def batch_invariant_mode() -> Iterator[None]:
-    """Inside the block batch_invariant_ops has replaced torch's matmul, log_softmax and mean."""
-    module = import_module("batch_invariant_ops")
-    module.enable_batch_invariant_mode()
-    try:
-        yield
-    finally:
-        module.disable_batch_invariant_mode()
 
 
 def patch_by_liger(model: Any) -> Callable[[], AbstractContextManager[None]] | None:

@@ -36,7 +36,7 @@ def variety(completions: list[str], **columns: Any) -> list[float | None]:
 
 def recipe_steps(
     place: str, device: str, workload: Workload, *, micro_batch: int = 16, name: str = "run",
-    strategy: str = "replicated", gradient_leaves: int = 1,
+    gradient_leaves: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Metrics of the steps behind the warm-up, on `place`/model; of rank 0 alone, others get
     none."""
@@ -60,7 +60,7 @@ def recipe_steps(
             "max_batch_tokens": 16384,
         },
         "optimizer": {"learning_rate": 1e-6},
-        "training": {"steps": STEPS, "micro_batch_size": micro_batch, "strategy": strategy},
+        "training": {"steps": STEPS, "micro_batch_size": micro_batch},
         "consistency": {"gradient_leaves": gradient_leaves, "on_drift": "record"},
         "tracking": {"console": False},
     }

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from triton.errors import TritonError
@@ -68,8 +67,7 @@ def _write_settings(values: Sequence[Any]) -> None:
             setting.write(value)
 
 
-@dataclass(frozen=True)
-class Contestant:
+class Contestant(NamedTuple):
     """One way to do the work."""
 
     calls: Sequence[Call]
@@ -78,25 +76,6 @@ class Contestant:
     """Entered around every call, outside what is timed."""
     warmups: int = 1
     """Calls on the first copy, after one on each, before anything is timed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Race:
-    """What a case hands to `Machine.measure`."""
-
-    ours: Contestant
-    stock: Mapping[str, Contestant]
-    """Ways that come with torch or Hugging Face; the fastest one counts."""
-    peers: Mapping[str, Contestant] = field(default_factory=dict)
-    clock: Clock = "events"
-    moved_bytes: float = 0.0
-    """Bytes that have to be read and written once."""
-    operations: float = 0.0
-    """Multiplications and additions on the matrix units."""
-    tokens: int = 0
-    """Tokens of a call, for tokens per second; 0 reports none."""
-    memory: bool = False
-    """Whether the peak memory of one call is measured."""
 
 
 class Machine(ColdDevice):
@@ -112,8 +91,19 @@ class Machine(ColdDevice):
     def copies(self, operand_bytes: float) -> int:
         return super().copies(operand_bytes) if self.cuda else 2
 
-    def measure(self, race: Race) -> dict[str, Any]:
+    def measure(
+        self, *, ours: Contestant, stock: Mapping[str, Contestant],
+        peers: Mapping[str, Contestant] | None = None, clock: Clock = "events",
+        moved_bytes: float = 0.0, operations: float = 0.0, tokens: int = 0, memory: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Time all contestants and give the fields of a row.
+
+        Args:
+            stock: what comes with torch or Hugging Face; the fastest counts.
+            moved_bytes, operations: what has to be read and written once, and multiplications and
+                additions on the matrix units.
+            tokens: tokens of a call, for tokens per second.
+            memory: whether the peak memory of one call is measured.
 
         A peer or a stock way that cannot run the shape is named in `unavailable`. An error of ours
         passes through.
@@ -121,20 +111,24 @@ class Machine(ColdDevice):
         timers: dict[str, Callable[[int], float]] = {}
         peaks: dict[str, int] = {}
         unavailable: dict[str, str] = {}
-        for name, contestant in {"ours": race.ours, **race.stock, **race.peers}.items():
+        for name, contestant in {"ours": ours, **stock, **(peers or {})}.items():
             settings = numeric_settings if name == "ours" else library_defaults
+            # What a contestant keeps from call to call counts.
             before = taken_bytes(self.device)
             try:
-                timers[name] = self._prepared(contestant, race.clock, settings)
-                if race.memory:
-                    peaks[name] = self._peak(contestant, settings, before)
+                timers[name] = self._prepared(contestant, clock, settings)
+                if memory:
+                    gc.collect()
+                    with settings(), contestant.context(), peak_bytes(self.device, before) as peak:
+                        contestant.calls[0]()
+                    peaks[name] = peak[0]
             except UNAVAILABLE as error:
                 if name == "ours":
                     raise
                 unavailable[name] = reason(error)
-        medians = self._medians(timers)
-        ceiling = max(race.moved_bytes / self.copy_bandwidth, race.operations / self.matmul_rate)
-        return row_fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
+        ceiling = max(moved_bytes / self.copy_bandwidth, operations / self.matmul_rate)
+        fields = row_fields(self._medians(timers), stock, ceiling, tokens)
+        return fields | {"peak_bytes": peaks, "unavailable": unavailable}
 
     def _prepared(
         self, contestant: Contestant, clock: Clock, settings: Context = nullcontext
@@ -168,14 +162,6 @@ class Machine(ColdDevice):
         if self.cuda and 2 * torch.cuda.memory_reserved() > torch.cuda.mem_get_info()[1]:
             torch.cuda.empty_cache()
         return {name: median(values) for name, values in samples.items()}
-
-    def _peak(self, contestant: Contestant, settings: Context, before: int) -> int:
-        """Bytes at the peak of a call beyond those before the contestant's first call, so that
-        what it keeps from call to call counts."""
-        gc.collect()
-        with settings(), contestant.context(), peak_bytes(self.device, before) as peak:
-            contestant.calls[0]()
-        return peak[0]
 
     def _measure_ceilings(self) -> tuple[float, float]:
         """Copy bandwidth (read + write), and the rate of a square bf16 product."""
@@ -226,31 +212,23 @@ def _held_by_graphs() -> int:
 
 
 def row_fields(
-    race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float
+    seconds: Mapping[str, float], stock: Iterable[str], ceiling: float = 0.0, tokens: int = 0
 ) -> dict[str, Any]:
-    """Fields of a row from median seconds by contestant."""
+    """Fields of a row from the seconds of `ours` and of others, of which those of `stock` that ran
+    are set against it, and the least seconds that the work can take."""
     ours = seconds["ours"]
-    stock = min(race.stock.keys() & seconds.keys(), key=lambda n: (seconds[n], n), default=None)
-    others = race.peers.keys() | (race.stock.keys() if len(race.stock) > 1 else set())
-    rates = {name: race.tokens / s for name, s in seconds.items()} if race.tokens else {}
-
-    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {("stock" if name == stock else name): value for name, value in values.items()}
-
-    return (
-        {"ours_us": ours * 1e6}
-        | ({} if stock is None else against_stock(ours, seconds[stock], stock))
-        | {
-            "peers": {name: s * 1e6 for name, s in seconds.items() if name in others},
-            "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
-            "peak_bytes": renamed(peaks),
-            "tokens_per_second": renamed(rates),
-        }
-    )
+    best = min(set(stock) & seconds.keys(), key=lambda name: (seconds[name], name), default=None)
+    against = {} if best is None else against_stock(ours, seconds[best], best)
+    return against | {
+        "ours_us": ours * 1e6,
+        "peers": {name: s * 1e6 for name, s in seconds.items() if name not in ("ours", best)},
+        "ceiling_fraction": ceiling / ours if ceiling else None,
+        "tokens_per_second": {name: tokens / s for name, s in seconds.items()} if tokens else {},
+    }
 
 
 def against_stock(ours: float, stock: float, name: str, tokens: int = 0) -> dict[str, Any]:
     """The fields of a row that has both times, in seconds; with `tokens`, of each, their rates."""
-    rates = {"ours": tokens / ours, "stock": tokens / stock} if tokens else {}
+    rates = {"ours": tokens / ours, name: tokens / stock} if tokens else {}
     fields = {"ours_us": ours * 1e6, "stock_us": stock * 1e6, "stock": name, "ratio": stock / ours}
     return fields | {"tokens_per_second": rates}

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import build_model, is_sparse, model_config, twin
-from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
+from benchmarks.peers import patch_by_liger
 from benchmarks.shapes import draw_models
 from benchmarks.suite import Choice, Suites, cases
-from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
+from benchmarks.timing import UNAVAILABLE, Contestant, Machine, reason
 from rl_consistency.models.layer_graphs import CAPTURED_AT
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
@@ -78,10 +78,8 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
             peers["liger"] = Contestant([patched], liger)
     except UNAVAILABLE as error:
         refused["liger"] = reason(error)
-    if peer("batch_invariant_ops"):
-        peers["batch_invariant_ops"] = Contestant([stock], batch_invariant_mode)
     with patch(own_model, grad_dtype=torch.float32):
-        race = Race(
+        fields = bench.measure(
             # Graphs are captured before the first round.
             ours=Contestant([partial(_backward, own_loss, own_model)], warmups=CAPTURED_AT),
             stock={stock_name: Contestant([stock])},
@@ -90,7 +88,6 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
             tokens=ids.numel(),
             memory=True,
         )
-        fields = bench.measure(race)
     return fields | {"unavailable": refused | fields.get("unavailable", {})}
 
 

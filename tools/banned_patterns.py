@@ -8,6 +8,7 @@ docstrings and strings may name a construct.
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +44,7 @@ def _imports_from(node: ast.AST, package: str, *names: str) -> bool:
 def _is_unsafe_load(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Call) and _is_attribute(node.func, "load", "torch")):
         return False
-    return not any(
-        keyword.arg == "weights_only"
-        and isinstance(keyword.value, ast.Constant)
-        and keyword.value.value is True
-        for keyword in node.keywords
-    )
+    return "weights_only=True" not in {ast.unparse(keyword) for keyword in node.keywords}
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
@@ -92,12 +88,9 @@ def _finding(node: ast.AST) -> str | None:
         return "except Exception: name the error that is expected, let the others surface"
     if isinstance(node, ast.keyword) and node.arg == "warn_only":
         return "warn_only: a nondeterministic op is an error, not a warning"
-    if isinstance(node, ast.Import) and any(
-        alias.name.split(".")[0] == "kernels" for alias in node.names
-    ):
-        return "import kernels: that name is Hugging Face's; use rl_consistency.kernels"
-    if _imports_from(node, "kernels"):
-        return "from kernels import: that name is Hugging Face's; use rl_consistency.kernels"
+    imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if "kernels" in {name.split(".")[0] for name in imported} or _imports_from(node, "kernels"):
+        return "import kernels, from kernels import: Hugging Face's; use rl_consistency.kernels"
     if _is_unsafe_load(node) or _imports_from(node, "torch", "load"):
         return "torch.load without weights_only=True: a checkpoint must not run code"
     return None
@@ -119,15 +112,11 @@ def python_files(path: Path) -> Iterator[Path]:
     """The `.py` files at or below `path`, without hidden folders and links to folders."""
     if path.is_file():
         yield path
-        return
-    if not path.is_dir():
+    elif not path.is_dir():
         raise FileNotFoundError(f"no such file or directory: {path}")
-    for child in sorted(path.iterdir()):
-        skipped = child.name.startswith(".") or child.name in SKIPPED_DIRECTORIES
-        if child.is_dir() and not skipped and not child.is_symlink():
-            yield from python_files(child)
-        elif child.suffix == ".py" and child.is_file():
-            yield child
+    for folder, below, files in os.walk(path):
+        below[:] = sorted(n for n in below if n[0] != "." and n not in SKIPPED_DIRECTORIES)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def main(arguments: list[str]) -> int:

@@ -48,13 +48,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="oldest_versions_") as folder:
         overlay = str(Path(folder, "packages"))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile"]
-        subprocess.run(
-            [*pip, "--disable-pip-version-check", "--target", overlay, *resolved], check=True
-        )
-        subprocess.run(
-            [*pip, "--disable-pip-version-check", "--target", overlay, "--no-deps", *alone],
-            check=True,
-        )
+        pip += ["--disable-pip-version-check", "--target", overlay]
+        for given in (resolved, ["--no-deps", *alone]):
+            subprocess.run([*pip, *given], check=True)
         # In front of the environment's own packages, which hold torch.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([overlay, str(ROOT)])}
         subprocess.run([sys.executable, "-c", CHECK, *pins], env=environment, check=True)

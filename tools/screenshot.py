@@ -24,19 +24,15 @@ WIDTH, TALLEST = 1000, 4260
 COLORS = 64
 
 
-def browser() -> str:
-    """The path of a browser; FileNotFoundError without one."""
-    for name in BROWSERS:
-        if found := shutil.which(name):
-            return found
-    raise FileNotFoundError(f"none of {', '.join(BROWSERS)} is here: install one")
-
-
 def take(page: Path, picture: Path) -> None:
-    """Render a page into a small PNG. RuntimeError where nothing was drawn."""
+    """Render a page into a small PNG. FileNotFoundError without a browser, RuntimeError where
+    nothing was drawn."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise FileNotFoundError(f"none of {', '.join(BROWSERS)} is here: install one")
     with tempfile.TemporaryDirectory(prefix="screenshot_") as folder:
         raw = Path(folder, "raw.png")
-        command = [browser(), "--headless", "--disable-gpu", "--hide-scrollbars"]
+        command = [browser, "--headless", "--disable-gpu", "--hide-scrollbars"]
         command += ["--no-sandbox"] if os.geteuid() == 0 else []
         command += [f"--user-data-dir={folder}/profile", f"--window-size={WIDTH},{TALLEST}"]
         command += [f"--screenshot={raw}", page.resolve().as_uri()]

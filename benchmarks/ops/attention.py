@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.ops.dense import normal
 from benchmarks.ops.elementwise import gradients
-from benchmarks.timing import Call, Contestant, Machine, Race
+from benchmarks.timing import Call, Contestant, Machine
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
@@ -45,23 +45,20 @@ def attention(
         return attention_varlen(q, k, v, layout, scale=head_dim**-0.5)[0]
 
     def stock() -> Tensor:
-        out = _sdpa(
-            *(x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves), causal=True
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        heads_first = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves)
+        return _sdpa(*heads_first, causal=True).transpose(1, 2)
 
-    def calls(forward: Callable[[], Tensor]) -> Sequence[Call]:
-        return [gradients(forward, leaves, [do]) if backward else forward]
+    def calls(forward: Callable[[], Tensor], dy: Tensor) -> Sequence[Call]:
+        return [gradients(forward, leaves, [dy]) if backward else forward]
 
     moved = float(sum(x.nbytes for x in (*leaves, q)))
-    race = Race(
-        ours=Contestant(calls(ours)),
-        stock=_backends(bench, lambda: calls(stock)),
+    return bench.measure(
+        ours=Contestant(calls(ours, do)),
+        stock=_backends(bench, lambda: calls(stock, do.view(batch, length, *do.shape[1:]))),
         moved_bytes=2 * moved if backward else moved,
         # Causal: two products over half of the square; five in backward.
         operations=(2.5 if backward else 1.0) * 2.0 * q.numel() * length,
     )
-    return bench.measure(race)
 
 
 def attention_decode(
@@ -101,14 +98,13 @@ def attention_decode(
         return _sdpa(q.unsqueeze(2), keys, values, causal=False).squeeze(2)
 
     calls = [partial(stock, *kv) for kv in zip(*contiguous, strict=True)]
-    race = Race(
+    return bench.measure(
         ours=Contestant([partial(ours, layer) for layer in layers]),
         stock=_backends(bench, lambda: calls),
         clock="graph",
         moved_bytes=float(cached_bytes + 2 * q.nbytes),
         operations=4.0 * batch * query_heads * context * head_dim,
     )
-    return bench.measure(race)
 
 
 def _backends(bench: Machine, calls: Callable[[], Sequence[Call]]) -> dict[str, Contestant]:

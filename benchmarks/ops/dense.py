@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import peer
-from benchmarks.timing import Contestant, Machine, Race
+from benchmarks.timing import Contestant, Machine
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import fold_outer
@@ -54,19 +54,14 @@ def product(layout: str, bench: Machine, m: int, n: int, k: int) -> dict[str, An
     operands = [(normal(bench, m, k), normal(bench, *weight_shape)) for _ in copies]
     ours = partial(matmul_nt if layout == "nt" else matmul_nn, out_dtype=torch.bfloat16)
 
-    def of(way: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
-        return Contestant([partial(way, x, w.t() if layout == "nt" else w) for x, w in operands])
-
-    module = peer("batch_invariant_ops")
-    race = Race(
+    stock = [partial(torch.mm, x, w.t() if layout == "nt" else w) for x, w in operands]
+    fields = bench.measure(
         ours=Contestant([partial(ours, *each) for each in operands], certified_to_the_row),
-        stock={"cublas": of(torch.mm)},
-        peers={"batch_invariant_ops": of(module.matmul_persistent)} if module else {},
+        stock={"cublas": Contestant(stock)},
         clock="graph",
         moved_bytes=2.0 * (m * k + n * k + m * n),
         operations=2.0 * m * n * k,
     )
-    fields = bench.measure(race)
     if bench.cuda:
         sizes = m, n, k, torch.bfloat16, layout, has_tma(bench.device)
         fields["schedule"] = pick(*sizes, device=bench.device).name
@@ -87,13 +82,12 @@ def gradient_fold(bench: Machine, tokens: int, n: int, k: int) -> dict[str, Any]
     def multiply_and_add() -> Tensor:
         return stock.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
 
-    race = Race(
+    return bench.measure(
         ours=Contestant([fold]),
         stock={"cublas fp32 + add": Contestant([multiply_and_add])},
         moved_bytes=2.0 * tokens * (n + k) + 8.0 * n * k,
         operations=2.0 * tokens * n * k,
     )
-    return bench.measure(race)
 
 
 def logprobs_and_gradients(
@@ -127,7 +121,7 @@ def logprobs_and_gradients(
         for name, accumulator in (("liger", None), ("liger fp32", torch.float32)):
             loss = module.LigerFusedLinearCrossEntropyLoss(accum_dtype=accumulator)
             peers[name] = step(lambda hidden, weight, f=loss: f(weight, hidden, targets))
-    race = Race(
+    return bench.measure(
         ours=step(ours),
         stock={"log_softmax": step(stock)},
         peers=peers,
@@ -135,7 +129,6 @@ def logprobs_and_gradients(
         operations=6.0 * tokens * width * vocabulary,
         memory=True,
     )
-    return bench.measure(race)
 
 
 def drawn_tokens(bench: Machine, tokens: int, vocabulary: int) -> dict[str, Any]:
@@ -149,9 +142,8 @@ def drawn_tokens(bench: Machine, tokens: int, vocabulary: int) -> dict[str, Any]
         ids = torch.multinomial(logprobs.exp(), 1)
         return ids.squeeze(1), logprobs.gather(1, ids).squeeze(1)
 
-    race = Race(
+    return bench.measure(
         ours=Contestant([lambda: sample(logits, rows, uniforms)]),
         stock={"softmax + multinomial": Contestant([multinomial])},
         moved_bytes=4.0 * tokens * vocabulary,
     )
-    return bench.measure(race)

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from benchmarks.models import model_config
 from benchmarks.peers import liger
-from benchmarks.timing import Contestant, Machine, Race
+from benchmarks.timing import Contestant, Machine
 from rl_consistency.cases.case import EPS, Setting, as_tuple, shapes_of
 from rl_consistency.cases.table import CASES
 
@@ -69,14 +69,13 @@ def elementwise(
     stock, peers = _others(name, case.stock)
     written = case.parameters if backward else ()
     read = [n for n in case.names if n not in case.gradients]
-    race = Race(
+    return bench.measure(
         ours=contestant(ours),
         stock={"eager": contestant(stock)},
         peers={peer: contestant(way) for peer, way in peers.items() if way is not None},
         moved_bytes=passes[backward] * sum(dy.nbytes for dy in dys)
         + sum(operands[n].nbytes for n in (*read, *written)),
     )
-    return bench.measure(race)
 
 
 def _others(name: str, stock: Any) -> tuple[Op, dict[str, Op | None]]:

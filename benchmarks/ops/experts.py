@@ -1,4 +1,4 @@
-"""Mixture of experts against torch's grouped and batched products.
+"""Mixture of experts against torch's grouped products.
 
 Ours begin with the ids that the router gives and find the rows of each expert themselves. For stock
 the order of the rows and their number at each expert are known beforehand. Rows go to experts
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.ops.dense import normal, stepped
-from benchmarks.timing import Contestant, Machine, Race
+from benchmarks.timing import Contestant, Machine
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts as expert_sum
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
@@ -72,27 +72,10 @@ def drawn_routing(
 def by_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
     """The whole work by grouped products."""
     packed = F.grouped_mm(x[routing.rows], gate_up.transpose(1, 2), offs=routing.ends)
-    outputs = F.grouped_mm(_gated(packed), down.transpose(1, 2), offs=routing.ends)
-    return _weighted_sum(outputs[routing.places], routing)
-
-
-def by_batched(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-    """The whole work by a product for each pair, with the weights of its expert copied out."""
-    ids = routing.expert_ids.flatten().long()
-    rows = x.unsqueeze(1).expand(-1, routing.expert_ids.shape[1], -1).reshape(len(ids), -1, 1)
-    packed = torch.bmm(gate_up[ids], rows).squeeze(-1)
-    outputs = torch.bmm(down[ids], _gated(packed).unsqueeze(-1))
-    return _weighted_sum(outputs.view(*routing.expert_ids.shape, -1), routing)
-
-
-def _gated(packed: Tensor) -> Tensor:
     gate, up = packed.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _weighted_sum(outputs: Tensor, routing: Routing) -> Tensor:
-    """[R, H] of outputs [R, k, H]: the fewest passes that torch has for it."""
-    return torch.bmm(routing.weights.to(outputs.dtype).unsqueeze(1), outputs).squeeze(1)
+    outputs = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=routing.ends)
+    weights = routing.weights.to(outputs.dtype).unsqueeze(1)
+    return torch.bmm(weights, outputs[routing.places]).squeeze(1)
 
 
 def experts(
@@ -137,13 +120,12 @@ def experts(
             [partial(way, x, *held[i % len(held)], each) for i, each in enumerate(drawn)]
         )
 
-    stock = {"grouped_mm": contestant(by_grouped)}
-    race = Race(
+    fields = bench.measure(
         ours=contestant(ours),
-        stock=stock | ({"batched_mm": contestant(by_batched)} if decoded else {}),
+        stock={"grouped_mm": contestant(by_grouped)},
         clock="graph" if decoded else "events",
         moved_bytes=0.0 if backward else hit * expert_bytes + 2 * x.nbytes,
         operations=(18.0 if backward else 6.0) * tokens * top_k * hidden * intermediate,
         memory=backward,
     )
-    return bench.measure(race) | {"figures": {"experts_hit": hit}}
+    return fields | {"figures": {"experts_hit": hit}}

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from random import Random
 from typing import Any
 
 from benchmarks.models import model_config
+from benchmarks.ops import dense
 from benchmarks.ops.attention import attention, attention_decode
-from benchmarks.ops.dense import (
-    drawn_tokens,
-    gradient_fold,
-    logprobs_and_gradients,
-    product,
-)
 from benchmarks.ops.elementwise import WORKS, elementwise
 from benchmarks.ops.experts import ROUTINGS, experts
 from benchmarks.shapes import (
@@ -37,14 +32,14 @@ TOKENS, CACHE_BYTES = 16384, 4 << 30
 """Tokens of a batch, and the most bytes of keys and values of a drawn decode step."""
 
 RUNS: Mapping[str, tuple[str, str, Any]] = {
-    "matmul_forward": ("matmul forward", "nt", partial(product, "nt")),
-    "matmul_dx": ("matmul dX", "nn", partial(product, "nn")),
-    "gradient_fold": ("dW fold", "folds", gradient_fold),
+    "matmul_forward": ("matmul forward", "nt", partial(dense.product, "nt")),
+    "matmul_dx": ("matmul dX", "nn", partial(dense.product, "nn")),
+    "gradient_fold": ("dW fold", "folds", dense.gradient_fold),
     "attention_forward": ("attention forward", "packed", partial(attention, False)),
     "attention_backward": ("attention backward", "packed", partial(attention, True)),
     "attention_decode": ("attention decode", "decode", attention_decode),
-    "token_logprobs": ("token_logprobs forward + backward", "heads", logprobs_and_gradients),
-    "sampling": ("draw tokens", "logits", drawn_tokens),
+    "token_logprobs": ("token_logprobs forward + backward", "heads", dense.logprobs_and_gradients),
+    "sampling": ("draw tokens", "logits", dense.drawn_tokens),
     "experts_forward": ("experts", "experts", partial(experts, False)),
     "experts_few": ("experts", "decoded experts", partial(experts, False)),
     "experts_step": ("experts forward + backward", "experts", partial(experts, True)),
@@ -60,39 +55,36 @@ def op_suites(choice: Choice) -> Suites:
     elif choice.seed is not None:
         sizes = _drawn_sizes(choice.seed)
     found = {n: cases(work, run, sizes[of]) for n, (work, of, run) in RUNS.items()}
-    found["elementwise"] = [
-        case
-        for name in WORKS
-        for backward in (False, True)
-        for case in cases(
-            f"{name} backward" if backward else name,
-            partial(elementwise, name, backward),
-            sizes["layers"],
-        )
-    ]
+    found["elementwise"] = []
+    for (name, _), backward in product(WORKS.items(), (False, True)):
+        work, run = f"{name}{' backward' * backward}", partial(elementwise, name, backward)
+        found["elementwise"] += cases(work, run, sizes["layers"])
     return found
+
+
+def _all(**choices: Sequence[Any]) -> list[Sizes]:
+    """Every combination."""
+    return [dict(zip(choices, each, strict=True)) for each in product(*choices.values())]
+
+
+def _with(shapes: Sequence[Sizes], **choices: Sequence[Any]) -> list[Sizes]:
+    return [{**shape, **chosen} for shape in shapes for chosen in _all(**choices)]
 
 
 def _sizes(models: Sequence[str]) -> dict[str, Sequence[Sizes]]:
     """Those of the models that people train."""
-    lengths, contexts = (2048, 4096, 8192, 16384), (2048, 8192, 32768)
-    heads = [{"heads": text, "head_dim": 128} for text in ("16/8", "32/8")]
-    every = [shape | {"routing": r} for shape in EXPERTS for r in ROUTINGS]
     weights = weights_of(models)
+    heads = _all(heads=("16/8", "32/8"), head_dim=(128,))
+    packed = [{"length": n, "batch": TOKENS // n} for n in (2048, 4096, 8192, 16384)]
     return {
         "nt": [{"m": m, "n": n, "k": k} for n, k in weights for m in ROWS],
         "nn": [{"m": m, "n": n, "k": k} for k, n in weights for m in ROWS],
         "folds": [{"tokens": t, "n": n, "k": k} for n, k in weights for t in ROWS[10:]],
-        "packed": [{"length": n, "batch": TOKENS // n} | h for h in heads for n in lengths],
-        "decode": [
-            {"batch": b, "context": n} | h
-            for h in heads
-            for b in (1, 4, 16, 64, 256)
-            for n in contexts
-        ],
+        "packed": [{**size, **each} for each in heads for size in packed],
+        "decode": _with(heads, batch=(1, 4, 16, 64, 256), context=(2048, 8192, 32768)),
         **_layers(models, 8192),
-        "experts": [{"tokens": t} | shape for shape in every for t in (2048, 4096, 16384)],
-        "decoded experts": [{"tokens": t} | shape for shape in every for t in (1, 8, 64, 256)],
+        "experts": _with(EXPERTS, routing=ROUTINGS, tokens=(2048, 4096, 16384)),
+        "decoded experts": _with(EXPERTS, routing=ROUTINGS, tokens=(1, 8, 64, 256)),
     }
 
 
@@ -101,18 +93,16 @@ def _layers(models: Sequence[str], tokens: int) -> dict[str, Sequence[Sizes]]:
     configs = [model_config(name) for name in models]
     pairs = dict.fromkeys((config.hidden_size, config.vocab_size) for config in configs)
     return {
-        "layers": [{"model": name, "tokens": tokens} for name in models],
+        "layers": _all(model=models, tokens=(tokens,)),
         "heads": [{"tokens": tokens, "width": w, "vocabulary": v} for w, v in pairs],
-        "logits": [{"tokens": t, "vocabulary": v} for v in {v for _, v in pairs} for t in (1, 64)],
+        "logits": _all(vocabulary=list(dict.fromkeys(v for _, v in pairs)), tokens=(1, 64)),
     }
 
 
 def _drawn_sizes(seed: int) -> dict[str, Sequence[Sizes]]:
     """Those of a seed: products, folds and layers of three models, mixtures of experts."""
     rng, models, turns = Random(f"ops {seed}"), draw_models(seed, 3), cycle(ROUTINGS)
-    products = list(draw_products(rng, models))
-    found = {layout: [size for of, size in products if of == layout] for layout in ("nt", "nn")}
-    packed, decode = [], []
+    products, packed, decode = list(draw_products(rng, models)), [], []
     for dim in (*HEAD_DIMS, *HEAD_DIMS):
         length, context, heads = rows(rng, 256, TOKENS), rows(rng, 256, 32768), draw_heads(rng, dim)
         packed.append({"length": length, "batch": TOKENS // length} | heads)
@@ -121,14 +111,13 @@ def _drawn_sizes(seed: int) -> dict[str, Sequence[Sizes]]:
         decode.append({"batch": batch, "context": context} | heads)
 
     def routed(count: int, low: int, high: int) -> list[Sizes]:
-        return [
-            {"tokens": rows(rng, low, high), **draw_experts(rng), "routing": next(turns)}
-            for _ in range(count)
-        ]
+        tokens = [rows(rng, low, high) for _ in range(count)]
+        return [{"tokens": t, **draw_experts(rng), "routing": next(turns)} for t in tokens]
 
+    weights = weights_of(models)
     return {
-        **found,
-        "folds": [{"tokens": rows(rng, 256, 32768), "n": n, "k": k} for n, k in weights_of(models)],
+        **{layout: [s for of, s in products if of == layout] for layout in ("nt", "nn")},
+        "folds": [{"tokens": rows(rng, 256, 32768), "n": n, "k": k} for n, k in weights],
         "packed": packed,
         "decode": decode,
         **_layers(models, rows(rng, 1024, 8192)),
@@ -138,18 +127,17 @@ def _drawn_sizes(seed: int) -> dict[str, Sequence[Sizes]]:
 
 
 def _tiny_sizes() -> dict[str, Sequence[Sizes]]:
-    sparse = {"hidden": 64, "intermediate": 48, "experts": 8, "top_k": 3}
-    every = [sparse | {"routing": routing} for routing in ROUTINGS]
-    products = [{"m": m, "n": n, "k": k} for m in (1, 300) for n, k in ((48, 32), (32, 96))]
-    shapes = (("4/2", 128, 32), ("6/2", 80, 24), ("3/1", 48, 21))
-    heads = [({"heads": text, "head_dim": dim}, length) for text, dim, length in shapes]
+    sparse = [{"hidden": 64, "intermediate": 48, "experts": 8, "top_k": 3}]
+    heads = [
+        {"heads": text, "head_dim": dim} for text, dim in (("4/2", 128), ("6/2", 80), ("3/1", 48))
+    ]
     return {
-        "nt": products,
-        "nn": products,
+        "nt": _all(m=(1, 300), n=(48,), k=(32, 96)),
+        "nn": _all(m=(1, 300), n=(48,), k=(32, 96)),
         "folds": [{"tokens": 32, "n": 48, "k": 32}],
-        "packed": [{"length": length, "batch": 2} | each for each, length in heads],
-        "decode": [{"batch": 2, "context": length} | each for each, length in heads],
+        "packed": _with(heads, length=(21,), batch=(2,)),
+        "decode": _with(heads, batch=(2,), context=(21,)),
         **_layers(["tiny-qwen3"], 32),
-        "experts": [{"tokens": 300} | shape for shape in every],
-        "decoded experts": [{"tokens": 5} | shape for shape in every],
+        "experts": _with(sparse, tokens=(300,), routing=ROUTINGS),
+        "decoded experts": _with(sparse, tokens=(5,), routing=ROUTINGS),
     }

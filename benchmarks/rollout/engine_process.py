@@ -70,15 +70,13 @@ def ours(settings: Mapping[str, Any]) -> Engine:
 
 
 def hugging_face(settings: Mapping[str, Any]) -> Engine:
-    """`generate` with a dynamic or a static cache, without compiling; or `generate_batch`. All
-    completions are as long, which spares them padding."""
+    """`generate` with a dynamic or a static cache, without compiling. All completions are as long,
+    which spares it padding."""
     torch, transformers = import_module("torch"), import_module("transformers")
-    model, way = _model(settings), settings["engine"]
-    if way == "batch":
-        model.set_attn_implementation("paged|sdpa")  # else it may look for a kernel to download
+    model, static = _model(settings), settings["engine"] == "static"
 
     def generate(prompts: Any, counts: Any) -> tuple[float, list[int]]:
-        model.generation_config = config = transformers.GenerationConfig(
+        model.generation_config = transformers.GenerationConfig(
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -86,17 +84,12 @@ def hugging_face(settings: Mapping[str, Any]) -> Engine:
             max_new_tokens=counts[0],
             eos_token_id=None,
             pad_token_id=0,
-            cache_implementation="static" if way == "static" else None,
+            cache_implementation="static" if static else None,
             disable_compile=True,
         )
         ids, began = torch.tensor(prompts, device=model.device), time.perf_counter()
-        if way != "batch":
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)).tolist()
-            return time.perf_counter() - began, [len(row) - ids.shape[1] for row in out]
-        found = model.generate_batch(prompts, generation_config=config).values()
-        # What it allocates and captures before the first request starts is not counted.
-        starts, ends = zip(*(output.lifespan for output in found), strict=True)
-        return max(ends) - min(starts), [len(output.generated_tokens) for output in found]
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)).tolist()
+        return time.perf_counter() - began, [len(row) - ids.shape[1] for row in out]
 
     return generate
 
@@ -131,8 +124,10 @@ def vllm(settings: Mapping[str, Any]) -> Engine:
 
 
 ENGINES: Mapping[str, Callable[[Mapping[str, Any]], Engine]] = {
-    **{"ours": ours, "vllm": vllm},
-    **dict.fromkeys(("dynamic", "static", "batch"), hugging_face),
+    "ours": ours,
+    "vllm": vllm,
+    "dynamic": hugging_face,
+    "static": hugging_face,
 }
 
 

@@ -27,17 +27,13 @@ from benchmarks.rollout import engine_process
 from benchmarks.rollout.processes import run_child
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
 from benchmarks.suite import Case, Choice, Suites
-from benchmarks.timing import Machine, against_stock, taken_bytes
+from benchmarks.timing import Machine, row_fields, taken_bytes
 
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")
 MODES = {"defaults": "vllm", "invariant": "vllm batch-invariant"}
 """What `--against` names -> the name in a row."""
-HUGGING_FACE = {
-    "dynamic": "generate, dynamic cache",
-    "static": "generate, static cache",
-    "batch": "generate_batch",
-}
-"""Engines of Hugging Face -> their names in a row."""
+HUGGING_FACE = ("dynamic", "static")
+"""The caches of Hugging Face's `generate`."""
 
 WORKS = (
     Workload.equal(256, 1, 512, 128),
@@ -96,9 +92,11 @@ def vllm_suites(choice: Choice) -> Suites:
     return {f"rollout_vllm_{model}": beside(engines, model, works) for model in models}
 
 
-def hugging_face_cases(model: str, work: Workload, *engines: str) -> list[Case]:
-    """Ours against some of `HUGGING_FACE`; the fastest counts."""
-    return beside({HUGGING_FACE[engine]: (engine, {}) for engine in engines}, model, [work])
+def hugging_face_cases(model: str, work: Workload) -> list[Case]:
+    """Ours against Hugging Face's `generate`; the faster cache counts."""
+    return beside(
+        {f"generate, {cache} cache": (cache, {}) for cache in HUGGING_FACE}, model, [work]
+    )
 
 
 def beside(engines: Engines, model: str, works: Sequence[Workload]) -> list[Case]:
@@ -135,14 +133,8 @@ def _row(
     unavailable = {name: why for name, (all_, why) in answers.items() if not all_[place:]}
     if "ours" not in seconds:
         raise RuntimeError(unavailable["ours"])
-    ours = seconds.pop("ours")
-    stock = min(seconds.keys() & set(HUGGING_FACE.values()), key=seconds.__getitem__, default=None)
-    return ({} if stock is None else against_stock(ours, seconds[stock], stock)) | {
-        "ours_us": 1e6 * ours,
-        "peers": {name: 1e6 * s for name, s in seconds.items()},
-        "tokens_per_second": {n: tokens / s for n, s in {"ours": ours, **seconds}.items()},
-        "unavailable": unavailable,
-    }
+    ways = [name for name, (engine, _) in engines.items() if engine in HUGGING_FACE]
+    return row_fields(seconds, ways, tokens=tokens) | {"unavailable": unavailable}
 
 
 def engine_times(

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.models import is_sparse
 from benchmarks.recipe import grpo_step
-from benchmarks.rollout.decoding import copying, steady_step
+from benchmarks.rollout.decoding import steady_step
 from benchmarks.rollout.engines import hugging_face_cases, vllm_suites
 from benchmarks.rollout.processes import cold_start
 from benchmarks.rollout.workload import Workload
@@ -56,29 +56,20 @@ def rollout_suites(choice: Choice) -> Suites:
         return {
             "rollout_roofline": _steps([TINY, "tiny-olmoe"], equal(2, 1, 20, 16)),
             "rollout_shared_keys": _steps([TINY], equal(1, 4, 20, 16)),
-            "rollout_hugging_face": hugging_face_cases(
-                TINY, equal(2, 1, 12, 6), "dynamic", "static"
-            ),
-            "rollout_speculation": _cases("edit a text", copying, TINY, equal(2, 1, 65, 64)),
+            "rollout_hugging_face": hugging_face_cases(TINY, equal(2, 1, 12, 6)),
             "rollout_grpo_step": _cases("GRPO step", grpo_step, TINY, equal(2, 4, 10, 6)),
             "rollout_cold_start": _cases("first token", cold_start, TINY, equal(1, 2, 12, 4)),
         }
     return {
         "rollout_roofline": _steps([LARGE], *(equal(n, 1, 960, 96) for n in (64, 128, 256))),
-        # The smallest model: its steps leave the host the least time.
-        "rollout_idle": _steps([SMALL], *(equal(n, 8, 512, 128) for n in (4, 8, 32))),
         "rollout_roofline_one": _steps([LARGE], equal(1, 1, 960, 96)),
         "rollout_long_context": _steps([SMALL], *(equal(1, 1, n, 64) for n in (960, 32704))),
         # Models of 2, 6 and 4 query heads to a KV head.
         "rollout_shared_keys": _steps([SMALL, GROUPED, LARGE], equal(32, 8, 2048, 64)),
         "rollout_hugging_face": [
-            *hugging_face_cases(SMALL, equal(32, 8, 512, 128), "dynamic", "static"),
-            *hugging_face_cases(SMALL, equal(32, 8, 512, 32), "batch"),
-            *hugging_face_cases(MIDDLE, equal(32, 8, 512, 128), "dynamic", "static"),
+            *hugging_face_cases(SMALL, equal(32, 8, 512, 128)),
+            *hugging_face_cases(MIDDLE, equal(32, 8, 512, 128)),
         ],
-        "rollout_speculation": _cases(
-            "edit a text", copying, SMALL, equal(1, 1, 513, 512), equal(8, 1, 513, 512)
-        ),
         "rollout_grpo_step": _cases("GRPO step", grpo_step, SMALL, equal(8, 8, 256, 256)),
         # 500 is no multiple of a block: a prompt that is known leaves a few tokens to compute.
         "rollout_cold_start": _cases("first token", cold_start, GROUPED, equal(8, 8, 500, 32)),

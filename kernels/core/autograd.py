@@ -12,7 +12,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import function
 
 from rl_consistency.kernels.core.torch_op import observed
@@ -57,16 +56,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Unrecorded:
-    """The context of a forward pass that no backward pass follows."""
+    """The context of a forward pass that no backward pass follows: it keeps nothing."""
 
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep nothing."""
+    def save_for_backward(self, *_: Any) -> None: ...
 
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Nothing is differentiable here."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """There are no gradients."""
+    mark_non_differentiable = set_materialize_grads = save_for_backward
 
 
 def apply(recorded: type[torch.autograd.Function], *operands: Any) -> Any:

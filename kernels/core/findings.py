@@ -11,7 +11,8 @@ where neither knows a work, the op's rule decides.
 
 Each identity (device, driver, versions, kernels) has its own file. Processes share it: they write
 it whole, under a lock, and merge what they found. A file that is damaged, foreign or writable by
-others is ignored with a warning, and what it held is found again.
+others is ignored with a warning, and what it held is found again. Neither a link nor a pipe is
+opened: that could lead elsewhere, or wait.
 
 State: the findings of each device of this process, and the picks that asked them.
 """
@@ -19,11 +20,16 @@ State: the findings of each device of this process, and the picks that asked the
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import stat
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import _lru_cache_wrapper, cache, lru_cache
 from pathlib import Path
@@ -35,13 +41,6 @@ import triton
 from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 from rl_consistency.kernels.core.launch import next_power_of_2
-from rl_consistency.kernels.core.own_file import (
-    UNUSABLE,
-    locked,
-    make_own,
-    own_text,
-    replace_whole,
-)
 
 Candidate = TypeVar("Candidate")
 Picked = TypeVar("Picked")
@@ -72,6 +71,15 @@ SHORTEST_US, LONGEST_US = 1e-3, 1e9
 
 MOST_PICKS = 4096
 """Answers that each pick remembers."""
+
+MOST_BYTES = 1 << 26
+"""The largest file that is read; one of a thousand works has 200 KB."""
+
+PART = ".part."
+"""Stands in the name of a file that is being written."""
+
+UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What reading a file of any content and owner raises."""
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """How files spell the dtypes that have a canonical order."""
@@ -441,3 +449,73 @@ def _driver_version() -> str:
         management.nvmlSystemGetDriverVersion(release, len(release))
         management.nvmlShutdown()
     return f"{supported.value or 'unknown'}/{release.value.decode() or 'unknown'}"
+
+
+def own_text(path: Path) -> str:
+    """The text of a file that only this user can have written; PermissionError for any other."""
+    with os.fdopen(_own_descriptor(path, os.O_RDONLY), encoding="utf-8") as file:
+        _require_own(path.parent, os.lstat(path.parent))
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes, and no such file has more than {MOST_BYTES}")
+        return file.read()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside the block no other process holds the lock of this file, which is made if missing."""
+    descriptor = _own_descriptor(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_own(folder: Path) -> bool:
+    """Make a folder that is this user's alone, and say whether only this user could write there
+    before."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(folder)
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if is_own and found.st_mode & 0o077:
+        folder.chmod(found.st_mode & 0o700)  # who made it read-only meant it
+    _require_own(folder, os.lstat(folder))
+    return not found.st_mode & 0o022
+
+
+def replace_whole(path: Path, content: Any) -> None:
+    """Write a file of JSON in one piece, under its lock. An error leaves the old file as it was;
+    what a killed process left unfinished is removed."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}{PART}*"):
+        left.unlink(missing_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + PART)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        os.replace(name, path)
+    except BaseException:  # an interrupt too leaves no part behind
+        Path(name).unlink(missing_ok=True)  # it may have come after the rename
+        raise
+
+
+def _own_descriptor(path: Path, flags: int) -> int:
+    """An open file of this user's alone; PermissionError for any other."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o600)
+    try:
+        _require_own(path, found := os.fstat(descriptor))
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{path} is no file")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise PermissionError(f"{path} is a link")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {found.st_uid}")
+    if found.st_mode & 0o022:
+        raise PermissionError(f"others may write to {path}")

@@ -28,70 +28,61 @@ def kernels_hash(folder: Path = KERNELS) -> str:
     bare strings (they document the name above) do not count. All versions of Python give the same
     hash.
     """
-    files = [_File(path, folder) for path in sorted(folder.rglob("*.py"))]
+    files = [_statements_and_names(path, folder) for path in sorted(folder.rglob("*.py"))]
     trees = {
-        f"{file.module}.{name}": _sha256(_tokens(statement, {}))
-        for file in files
-        for statement in file.statements
+        names[name]: _sha256(_tokens(statement, {}))
+        for statements, names in files
+        for statement in statements
         for name in _defined(statement)
     }
     found = [
-        _sha256(_tokens(statement, _resolved(file.names, trees)))
-        for file in files
-        for statement in file.statements
+        _sha256(_tokens(statement, meanings))
+        for statements, names in files
+        for meanings in [_resolved(names, trees)]
+        for statement in statements
     ]
     return _sha256(sorted(found))
 
 
-class _File:
-    """The statements of one file, and what its global names stand for."""
-
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.module = ".".join((PACKAGE, *path.relative_to(folder).with_suffix("").parts))
-        tree = ast.parse(path.read_bytes())
-        self.statements = [
-            s for s in tree.body if not _is_string(s) and not isinstance(s, _Imports)
-        ]
-        self.names = {
-            name: f"{self.module}.{name}" for s in self.statements for name in _defined(s)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self.names[alias.asname or alias.name.split(".")[0]] = (
-                        alias.name if alias.asname else alias.name.split(".")[0]
-                    )
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+def _statements_and_names(path: Path, folder: Path) -> tuple[list[ast.stmt], dict[str, str]]:
+    """The statements of one file, and the dotted paths that its global names stand for."""
+    module = ".".join((PACKAGE, *path.relative_to(folder).with_suffix("").parts))
+    tree = ast.parse(path.read_bytes())
+    statements = [s for s in tree.body if not _is_string(s) and not isinstance(s, _Imports)]
+    names = {name: f"{module}.{name}" for s in statements for name in _defined(s)}
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, _Imports) else ():
+            first = alias.name.split(".")[0]
+            if isinstance(node, ast.ImportFrom):
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            else:
+                names[alias.asname or first] = alias.name if alias.asname else first
+    return statements, names
 
 
 def _defined(statement: ast.stmt) -> list[str]:
     """The global names that a statement binds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        return [
-            node.id
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        ]
-    return []
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return []
+    nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return [node.id for node in nodes if isinstance(node.ctx, ast.Store)]
 
 
 def _resolved(names: dict[str, str], trees: dict[str, str]) -> dict[str, str]:
     """What each dotted name of a file means: the tree of a definition, or a path outside."""
+
+    def meant(path: str) -> str:
+        return f"{path.rpartition('.')[2]} {trees[path]}"
+
     found = {}
     for name, path in names.items():
         if path in trees:
-            found[name] = f"{path.rpartition('.')[2]} {trees[path]}"
+            found[name] = meant(path)
         elif path.startswith(PACKAGE):  # a module of ours: what is taken from it is what counts
-            prefix = f"{path}."
-            found.update(
-                (f"{name}.{inner.removeprefix(prefix)}", f"{inner.rpartition('.')[2]} {tree}")
-                for inner, tree in trees.items()
-                if inner.startswith(prefix)
-            )
+            inner = [other for other in trees if other.startswith(f"{path}.")]
+            found |= {f"{name}.{other.removeprefix(f'{path}.')}": meant(other) for other in inner}
         else:
             found[name] = path
     return found
@@ -119,12 +110,9 @@ def _tokens(node: object, meanings: dict[str, str]) -> Iterator[str]:
         for name, value in ast.iter_fields(node):
             if isinstance(node, _DOCUMENTED) and name == "body":
                 value = [statement for statement in value if not _is_string(statement)]
-            if value is None and not isinstance(node, ast.Constant):
-                continue
-            if value == []:
-                continue
-            yield name
-            yield from _tokens(value, meanings)
+            if value != [] and (value is not None or isinstance(node, ast.Constant)):
+                yield name
+                yield from _tokens(value, meanings)
         yield ")"
     elif isinstance(node, list):
         yield "["
@@ -146,8 +134,5 @@ def _dotted(node: ast.AST) -> str:
 
 def _is_string(statement: ast.stmt) -> bool:
     """Whether the statement is a bare string, which is documentation."""
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -71,7 +71,7 @@ def route_rows(expert_ids: Tensor, layout: AttentionLayout, num_experts: int) ->
     if bool(outside.any()) or bool((ids[:, 1:] <= ids[:, :-1]).any()):
         raise ValueError(
             f"experts: ids must be ascending in each row, from 0 to {num_experts - 1}; "
-            "`route` gives such."
+            "`route_with_logits` gives such."
         )
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)

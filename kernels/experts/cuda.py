@@ -20,7 +20,7 @@ from rl_consistency.kernels.experts.pairs_triton import (
     expert_combine_op,
     expert_pair_bwd_op,
     expert_pairs_op,
-    gather_pairs,
+    gather_rows,
 )
 from rl_consistency.kernels.experts.products_triton import (
     expert_gate_up_op,
@@ -67,7 +67,7 @@ def experts_fwd(
     if x.shape[0] == 0:
         return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed
     if library.takes(gate_up, "nt", len(pairs)):
-        gathered = gather_pairs(x, first, pairs, routed.top_k)
+        gathered = gather_rows(x, pairs, first, routed.top_k)
         packed = library.grouped_product(gathered, gate_up, "nt", first)
         activated = activate_pairs(packed, first, activation)
     else:
@@ -87,7 +87,7 @@ def _product(
     if not library.takes(weights, layout, len(pairs)):
         return expert_product_op(a, weights, layout, first, pairs, top_k, by_row)
     if by_row:
-        a = gather_pairs(a, first, pairs, top_k)
+        a = gather_rows(a, pairs, first, top_k)
     return library.grouped_product(a, weights, layout, first)
 
 
@@ -116,5 +116,4 @@ def fold(
     buffer: Tensor, dy: Tensor, x: Tensor, routed: RoutedRows, *, dy_by_row: bool, fresh: bool
 ) -> None:
     """Continue `buffer` [E, N, K] over the runs: see `fold_runs`."""
-    runs = routed.runs
-    expert_fold_op(buffer, dy, x, runs.places, runs.rows, runs.first, dy_by_row, fresh)
+    expert_fold_op(buffer, dy, x, *routed.runs, dy_by_row, fresh)

@@ -22,7 +22,7 @@ Cost: two launches and some sums of counts, without waiting for the host; a grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,15 +32,13 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, dense_rows, has_tma, sm_count
-from rl_consistency.kernels.core.launch import cdiv, next_power_of_2, remembered
+from rl_consistency.kernels.core.launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
-from rl_consistency.kernels.experts.pairs_triton import members_of
+from rl_consistency.kernels.experts.pairs_triton import gather_rows, members_of
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
-    RowSchedule,
     block_experts,
     block_rows,
-    pick_combine,
     pick_fold,
 )
 from rl_consistency.kernels.gradient_fold.op import STEP
@@ -57,8 +55,7 @@ from rl_consistency.kernels.gradient_fold.schedules import FoldSchedule
 from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceBlocks:
+class SequenceBlocks(NamedTuple):
     """The rows of a layout's sequences in their order, in blocks of one sequence each."""
 
     rows: Tensor
@@ -147,8 +144,7 @@ def place_runs_kernel(
     tl.store(step_rows_ptr + step, own, mask=members > 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
+class Runs(NamedTuple):
     """The tables of steps of a call, in runs that start a step; -1 for filler."""
 
     places: Tensor
@@ -190,19 +186,6 @@ def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, exper
         blocks.rows, expert_ids, places, base, step_places, step_rows, experts, **constants
     )
     return Runs(step_places, step_rows, first.to(torch.int32))
-
-
-@remembered
-@triton.jit
-def step_rows_kernel(x_ptr, steps_ptr, first_ptr, y_ptr, WIDTH, E, stride_x, BLOCK_W: tl.constexpr):
-    """Some columns of the row of one step; zeros for filler."""
-    step = tl.program_id(0)
-    if step < tl.load(first_ptr + E):
-        row = tl.load(steps_ptr + step).to(tl.int64)
-        column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-        inside = column < WIDTH
-        x = tl.load(x_ptr + row * stride_x + column, mask=inside & (row >= 0), other=0.0)
-        tl.store(y_ptr + step.to(tl.int64) * WIDTH + column, x, mask=inside)
 
 
 @remembered
@@ -289,45 +272,22 @@ def fold_runs_kernel(
         tl.store(pointers, zeros, mask=inside)
 
 
-def in_steps(
-    x: Tensor, steps: Tensor, first: Tensor, schedule: RowSchedule | None = None
-) -> Tensor:
-    """[steps, W]: the rows of x [*, W] that a table of `Runs` lists, zeros for filler; what lies
-    past the last expert's runs, `first[E]`, is not written."""
-    x = dense_rows(x)
-    width = x.shape[1]
-    y = x.new_empty((len(steps), width))
-    schedule = schedule or pick_combine(len(steps), width)
-    block = min(schedule.block, next_power_of_2(width))
-    step_rows_kernel[(len(steps), cdiv(width, block))](
-        x, steps, first, y, width, len(first) - 1, x.stride(0), BLOCK_W=block,
-        num_warps=schedule.warps,
-    )  # fmt: skip
-    return y
-
-
 def describes_rows(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
     """Whether descriptors can address copies of operands of these widths."""
     return has_tma(device) and not any(w * dtype.itemsize % DESCRIPTOR_BYTES for w in widths)
 
 
 def fold_runs(
-    buffer: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    runs: Runs,
-    *,
-    dy_by_row: bool,
-    fresh: bool,
-    schedule: FoldSchedule | None = None,
-) -> None:
-    """Continue `buffer` [E, N, K] over the runs.
+    buffer: Tensor, dy: Tensor, x: Tensor, places: Tensor, rows: Tensor, first: Tensor,
+    dy_by_row: bool, fresh: bool, schedule: FoldSchedule | None = None,
+) -> None:  # fmt: skip
+    """Continue `buffer` [E, N, K] over the runs, whose tables are `Runs`.
 
     One of dy [*, N] and x [*, K] has a row for each row of the call, the other one for each pair;
     `dy_by_row` says that it is dy. An expert without runs is left as it is; a `fresh` buffer counts
     as all zero.
     """
-    if not len(runs.rows):
+    if not len(rows):
         if fresh:
             buffer.zero_()
         return
@@ -339,13 +299,13 @@ def fold_runs(
             pairs, experts, n, k, dy.dtype, tma=tma, processors=sm_count(buffer.device),
             device=buffer.device,
         )  # fmt: skip
-    dy_steps, x_steps = (runs.rows, runs.places) if dy_by_row else (runs.places, runs.rows)
+    dy_steps, x_steps = (rows, places) if dy_by_row else (places, rows)
     programs, strides = experts * schedule.tiles(n, k), buffer.stride()
     blocks = {"FRESH": fresh, **launch_blocks(schedule)}
     if schedule.kind == "pointer":
         dy, x = dense_rows(dy), dense_rows(x)
         fold_runs_kernel[(programs,)](
-            dy, x, buffer, dy_steps, x_steps, runs.first, n, k, dy.stride(0), x.stride(0), *strides,
+            dy, x, buffer, dy_steps, x_steps, first, n, k, dy.stride(0), x.stride(0), *strides,
             schedule.tiles(n, k), **blocks,
         )  # fmt: skip
         return
@@ -357,9 +317,9 @@ def fold_runs(
         )
     if schedule.persistent:
         programs = min(programs, sm_count(buffer.device) * schedule.resident)
-    dy, x = in_steps(dy, dy_steps, runs.first), in_steps(x, x_steps, runs.first)
+    dy, x = gather_rows(dy, dy_steps, first, 1), gather_rows(x, x_steps, first, 1)
     fold_runs_tma_kernel[(programs,)](
-        *fold_descriptors(dy, x, schedule), buffer, runs.first, experts, n, k, *strides,
+        *fold_descriptors(dy, x, schedule), buffer, first, experts, n, k, *strides,
         EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,
         **blocks,
     )  # fmt: skip
@@ -367,14 +327,8 @@ def fold_runs(
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def expert_fold_op(
-    buffer: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    places: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    dy_by_row: bool,
-    fresh: bool,
-) -> None:
+    buffer: Tensor, dy: Tensor, x: Tensor, places: Tensor, rows: Tensor, first: Tensor,
+    dy_by_row: bool, fresh: bool,
+) -> None:  # fmt: skip
     """`fold_runs` as a compiler sees it: one opaque call."""
-    fold_runs(buffer, dy, x, Runs(places, rows, first), dy_by_row=dy_by_row, fresh=fresh)
+    fold_runs(buffer, dy, x, places, rows, first, dy_by_row, fresh)

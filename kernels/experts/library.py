@@ -50,9 +50,21 @@ class GroupedKey(Key):
         return self.dtype.itemsize * values
 
     def compare(self, device: torch.device, m: int) -> int:
-        """Elements that differ between the library and Triton, routed evenly and with most pairs
-        at few experts."""
-        return compare(device, self, m)
+        """Elements that differ between the library and Triton on fresh probe data of m pairs,
+        routed evenly and with most pairs at few experts."""
+        fresh = partial(probe, torch.Generator(device).manual_seed(m), self.dtype)
+        layout, experts = self.layout.split("-")[1], self.experts
+        a = fresh(m, self.k)
+        weights = fresh(experts, *((self.n, self.k) if layout == "nt" else (self.k, self.n)))
+        differing = 0
+        for skew in (0.0, 1.5):
+            shares = torch.arange(1, experts + 1, dtype=torch.float64) ** -skew
+            own = (shares / shares.sum() * m).long()
+            own[0] += m - own.sum()
+            first = F.pad(own.cumsum(0), (1, 0)).to(device, torch.int32)
+            operands = a, weights, layout, first
+            differing += int(audit.differing_elements(library_product(*operands), _own(*operands)))
+        return differing
 
 
 def takes(weights: Tensor, layout: str, pairs: int) -> bool:
@@ -99,23 +111,6 @@ def _key(layout: str, dtype: torch.dtype, n: int, k: int, rows: int, experts: in
     return GroupedKey(f"grouped-{layout}-e{experts}", dtype, dtype, False, n, k, rows, experts)
 
 
-def compare(device: torch.device, key: GroupedKey, pairs: int) -> int:
-    """Elements that differ between the library and Triton on fresh probe data."""
-    fresh = partial(probe, torch.Generator(device).manual_seed(pairs), key.dtype)
-    layout, experts = key.layout.split("-")[1], key.experts
-    a = fresh(pairs, key.k)
-    weights = fresh(experts, *((key.n, key.k) if layout == "nt" else (key.k, key.n)))
-    differing = 0
-    for skew in (0.0, 1.5):
-        shares = torch.arange(1, experts + 1, dtype=torch.float64) ** -skew
-        own = (shares / shares.sum() * pairs).long()
-        own[0] += pairs - own.sum()
-        first = F.pad(own.cumsum(0), (1, 0)).to(device, torch.int32)
-        operands = a, weights, layout, first
-        differing += int(audit.differing_elements(library_product(*operands), _own(*operands)))
-    return differing
-
-
 def _own(a: Tensor, weights: Tensor, layout: str, first: Tensor) -> Tensor:
     # By pair, the kernel reads no pairs; their number is that of the result's rows.
     pairs = first.new_empty(len(a))
@@ -124,7 +119,5 @@ def _own(a: Tensor, weights: Tensor, layout: str, first: Tensor) -> Tensor:
 
 def _as_certified(weights: Tensor) -> bool:
     """Whether weights lie in memory like those of certificates."""
-    widths = weights.shape[1] * weights.itemsize, weights.shape[2] * weights.itemsize
-    if not lies_as_certified(weights) or any(width % DESCRIPTOR_BYTES for width in widths):
-        return False
-    return weights.is_contiguous()
+    whole = all(n * weights.itemsize % DESCRIPTOR_BYTES == 0 for n in weights.shape[1:])
+    return whole and lies_as_certified(weights) and weights.is_contiguous()

@@ -72,7 +72,7 @@ def experts(
 
     Args:
         x: [R, H].
-        expert_ids: [R, k] int32, ascending in each row, as `route` gives them.
+        expert_ids: [R, k] int32, ascending in each row, as `route_with_logits` gives them.
         weights: [R, k] fp32, differentiable.
         gate_up: [E, 2I, H]; the first I rows of an expert are its gate.
         down: [E, H, I].
@@ -91,8 +91,8 @@ def experts(
     )
     return apply(
         ExpertsFunction,
-        *(x, expert_ids, weights, gate_up, down, layout, activation, gate_up_grad, down_grad),
-        recorded,
+        *(x, expert_ids, weights, gate_up, down, layout, activation, recorded),
+        (gate_up_grad, down_grad),
     )
 
 
@@ -121,7 +121,7 @@ def _require_fitting(
     if expert_ids.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TypeError(
             f"experts: ids are {expert_ids.dtype} and weights {weights.dtype}; they must be int32 "
-            "and float32, as `route` gives them."
+            "and float32, as `route_with_logits` gives them."
         )
     routed = x.shape[0], expert_ids.shape[-1] if expert_ids.dim() else 0
     fits = expert_ids.shape == weights.shape == routed and 1 <= routed[1] <= count
@@ -145,25 +145,13 @@ def _require_fitting(
 
 class ExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        expert_ids,
-        weights,
-        gate_up,
-        down,
-        layout,
-        activation,
-        gate_up_grad,
-        down_grad,
-        recorded,
-    ):
+    def forward(ctx, x, expert_ids, weights, gate_up, down, layout, activation, recorded, buffers):
         own: Any = cuda if x.is_cuda else cpu
         y, packed, ctx.routed = own.experts_fwd(
             x, expert_ids, weights, gate_up, down, layout, activation, recorded
         )
         ctx.save_for_backward(x, weights, gate_up, down, packed)
-        ctx.activation, ctx.buffers = activation, (gate_up_grad, down_grad)
+        ctx.activation, ctx.buffers = activation, buffers
         return y
 
     @staticmethod
@@ -175,24 +163,19 @@ class ExpertsFunction(torch.autograd.Function):
         dx, dweights, dpacked, weighted = own.experts_bwd(
             dy, routed, weights, gate_up, down, packed, ctx.activation
         )
-        dgate_up = ddown = None
-        if ctx.needs_input_grad[3]:
-            dgate_up = fold_parameter(
-                ctx,
-                gate_up,
-                ctx.buffers[0],
-                lambda g, fresh: own.fold(g, dpacked, x, routed, dy_by_row=False, fresh=fresh),
-                overwrites=True,
-            )
-        if ctx.needs_input_grad[4]:
-            ddown = fold_parameter(
-                ctx,
-                down,
-                ctx.buffers[1],
-                lambda g, fresh: own.fold(g, dy, weighted, routed, dy_by_row=True, fresh=fresh),
-                overwrites=True,
-            )
-        return dx, None, dweights, dgate_up, ddown, *(None,) * 5
+
+        def gradient(i, weight, dy, x):
+            """Of gate_up (0) or down (1), for which dy has a row for each row of the call."""
+            if not ctx.needs_input_grad[3 + i]:
+                return None
+
+            def fold(g, fresh):
+                own.fold(g, dy, x, routed, dy_by_row=i == 1, fresh=fresh)
+
+            return fold_parameter(ctx, weight, ctx.buffers[i], fold, overwrites=True)
+
+        found = gradient(0, gate_up, dpacked, x), gradient(1, down, dy, weighted)
+        return dx, None, dweights, *found, *(None,) * 4
 
 
 def experts_reference(

@@ -236,15 +236,18 @@ def combine_kernel(
 @remembered
 @triton.jit
 def gather_kernel(
-    x_ptr, first_ptr, pairs_ptr, y_ptr, H, E, stride_x, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    x_ptr, first_ptr, entries_ptr, y_ptr, H, E, stride_x, TOP_K: tl.constexpr,
+    FILLED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the row of one pair."""
+    """Some columns of the row of one entry; FILLED: zeros for a negative one."""
     place = tl.program_id(0)
     if place < tl.load(first_ptr + E):
-        row = (tl.load(pairs_ptr + place) // TOP_K).to(tl.int64)
+        row = (tl.load(entries_ptr + place) // TOP_K).to(tl.int64)
         column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        x = tl.load(x_ptr + row * stride_x + column, mask=column < H, other=0.0)
-        tl.store(y_ptr + place.to(tl.int64) * H + column, x, mask=column < H)
+        inside = column < H
+        known = inside & (row >= 0) if FILLED else inside
+        x = tl.load(x_ptr + row * stride_x + column, mask=known, other=0.0)
+        tl.store(y_ptr + place.to(tl.int64) * H + column, x, mask=inside)
 
 
 @remembered
@@ -294,6 +297,15 @@ def pair_kernel(
         tl.store(weighted_ptr + own, (weight * activated).to(dtype), mask=inside)
 
 
+def _by_columns(
+    rows: int, columns: int, schedule: RowSchedule | None
+) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """(grid, columns of a program, options) of a kernel with a row of so many columns each."""
+    schedule = schedule or pick_combine(rows, columns)
+    block = min(schedule.block, next_power_of_2(columns))
+    return (rows, cdiv(columns, block)), block, {"num_warps": schedule.warps}
+
+
 def combine_fwd(
     outputs: Tensor, places: Tensor, weights: Tensor | None, schedule: RowSchedule | None = None
 ) -> Tensor:
@@ -301,28 +313,27 @@ def combine_fwd(
     (rows, top_k), hidden = places.shape, outputs.shape[1]
     y = outputs.new_empty((rows, hidden))
     weights = None if weights is None else weights.contiguous()
-    schedule = schedule or pick_combine(rows, hidden)
-    block, overlap = min(schedule.block, next_power_of_2(hidden)), has_tma(y.device)
-    combine_kernel[(rows, cdiv(hidden, block))](
+    grid, block, options = _by_columns(rows, hidden, schedule)
+    overlap = has_tma(y.device)
+    combine_kernel[grid](
         outputs, places, weights, y, rows, hidden, TOP_K=top_k, WEIGHTED=weights is not None,
-        BLOCK_H=block, OVERLAP=overlap, launch_pdl=overlap, num_warps=schedule.warps,
-        enable_fp_fusion=False,
+        BLOCK_H=block, OVERLAP=overlap, launch_pdl=overlap, enable_fp_fusion=False, **options,
     )  # fmt: skip
     return y
 
 
-def gather_pairs(
-    x: Tensor, first: Tensor, pairs: Tensor, top_k: int, schedule: RowSchedule | None = None
+def gather_rows(
+    x: Tensor, entries: Tensor, first: Tensor, top_k: int, schedule: RowSchedule | None = None
 ) -> Tensor:
-    """[R * k, H]: the row of each pair of x [R, H]; rows past the last pair hold anything."""
+    """[n, W]: of x [*, W] the rows `entry // top_k`, or zeros for entries of -1, which only tables
+    of steps have (`top_k` 1). Rows from the last expert's end, `first[E]`, hold anything."""
     x = dense_rows(x)
-    hidden = x.shape[1]
-    y = x.new_empty((len(pairs), hidden))
-    schedule = schedule or pick_combine(len(pairs), hidden)
-    block = min(schedule.block, next_power_of_2(hidden))
-    gather_kernel[(len(pairs), cdiv(hidden, block))](
-        x, first, pairs, y, hidden, len(first) - 1, x.stride(0), TOP_K=top_k, BLOCK_H=block,
-        num_warps=schedule.warps,
+    width = x.shape[1]
+    y = x.new_empty((len(entries), width))
+    grid, block, options = _by_columns(len(entries), width, schedule)
+    gather_kernel[grid](
+        x, first, entries, y, width, len(first) - 1, x.stride(0), TOP_K=top_k, FILLED=top_k == 1,
+        BLOCK_H=block, **options,
     )  # fmt: skip
     return y
 
@@ -333,11 +344,10 @@ def activate_pairs(
     """[R * k, I]: the gated activation of gate and up [R * k, 2I]; `first` as in `pair_bwd`."""
     width = packed.shape[1] // 2
     y = packed.new_empty((len(packed), width))
-    schedule = schedule or pick_combine(len(packed), width)
-    block = min(schedule.block, next_power_of_2(width))
-    activate_kernel[(len(packed), cdiv(width, block))](
+    grid, block, options = _by_columns(len(packed), width, schedule)
+    activate_kernel[grid](
         packed, first, y, width, len(first) - 1, ACTIVATION=ACTIVATIONS.index(activation),
-        BLOCK_N=block, num_warps=schedule.warps, enable_fp_fusion=False,
+        BLOCK_N=block, enable_fp_fusion=False, **options,
     )  # fmt: skip
     return y
 

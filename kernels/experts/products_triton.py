@@ -39,7 +39,7 @@ from rl_consistency.kernels.experts.schedules import (
     most_tiles,
     pick_product,
 )
-from rl_consistency.kernels.matmul.product_triton import launch_options
+from rl_consistency.kernels.matmul.product_triton import launch_options, tile_position
 from rl_consistency.kernels.matmul.schedules import Schedule
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
 from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps
@@ -80,15 +80,6 @@ def takes_short(start, stop, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr):
     if TALL_M == BLOCK_M:
         return start < stop
     return stop - start <= BLOCK_M
-
-
-@triton.jit
-def tile_in_grid(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """The tile of pairs and the tile of columns of a program."""
-    group = program // (GROUP_M * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = program % (GROUP_M * tiles_n)
-    return group * GROUP_M + within % height, within // height
 
 
 @triton.jit
@@ -195,7 +186,7 @@ def product_kernel(
         # Nothing is read before the kernel ahead is done.
         gdc_wait()
         gdc_launch_dependents()
-    tile_m, tile_n = tile_in_grid(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile_m, tile_n = tile_position(tl.program_id(0), tiles_m, N, 1, BLOCK_N, GROUP_M)
     expert, start, stop = expert_tile(tile_m, first_ptr, E, BLOCK_M, TALL_M, BLOCK_E)
     if expert < E:
         if takes_short(start, stop, BLOCK_M, TALL_M):
@@ -219,12 +210,8 @@ def described(weights: Tensor, layout: str) -> bool:
     every `BLOCK_K`; zeros times these would be NaN where they are infinite.
     """
     whole = layout == "nt" or weights.shape[1] % MOST_STEPS == 0
-    return (
-        whole
-        and has_tma(weights.device)
-        and weights.is_contiguous()
-        and (takes_descriptors(weights))
-    )
+    able = has_tma(weights.device) and weights.is_contiguous()
+    return whole and able and takes_descriptors(weights)
 
 
 def _weights_descriptor(weights: Tensor, layout: str, schedule: Schedule) -> Any:
@@ -242,20 +229,13 @@ def _weights_descriptor(weights: Tensor, layout: str, schedule: Schedule) -> Any
 
 
 def _launch(
-    product: Product,
-    a: Tensor,
-    weights: Tensor,
-    c: Tensor,
-    packed: Tensor | None,
-    first: Tensor,
-    pairs: Tensor,
-    top_k: int,
-    by_row: bool,
-    schedule: ProductSchedule | None,
+    product: Product, operands: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor | None],
+    first: Tensor, pairs: Tensor, top_k: int, by_row: bool, schedule: ProductSchedule | None,
     activation: int = 0,
-) -> None:
-    """Write c [R * k, N], and gate and up [R * k, 2N] to `packed` if there is one. Where the device
-    can, the launch overlaps the end of the kernel ahead."""
+) -> None:  # fmt: skip
+    """Write c [R * k, N], and gate and up [R * k, 2N] to the second result if there is one. Where
+    the device can, the launch overlaps the end of the kernel ahead."""
+    (a, weights), (c, packed) = operands, results
     a, layout = dense_rows(a), "nn" if product == "nn" else "nt"
     (count, n), k, experts, rows = c.shape, a.shape[1], len(weights), len(pairs) // top_k
     if schedule is None:
@@ -302,7 +282,7 @@ def product_fwd(
     """
     c = _product_fake(a, weights, layout, first, pairs, top_k, by_row)
     product: Product = "nt" if layout == "nt" else "nn"
-    _launch(product, a, weights, c, None, first, pairs, top_k, by_row, schedule)
+    _launch(product, (a, weights), (c, None), first, pairs, top_k, by_row, schedule)
     return c
 
 
@@ -331,8 +311,9 @@ def gate_up_fwd(
 ) -> tuple[Tensor, Tensor]:
     """The gated activation of each pair [R * k, I], and gate and up [R * k, 2I] where `packed`."""
     y, both = _gate_up_fake(x, weights, first, pairs, top_k, activation, packed)
+    results = y, both if packed else None
     of_pairs = first, pairs, top_k, True, schedule, ACTIVATIONS.index(activation)
-    _launch("gate_up", x, weights, y, both if packed else None, *of_pairs)
+    _launch("gate_up", (x, weights), results, *of_pairs)
     return y, both
 
 

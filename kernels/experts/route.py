@@ -1,7 +1,7 @@
 """Each row's k experts and their weights: softmax(x @ weight^T), its k largest values.
 
 Shapes: x [R, H], weight [E, H] -> expert_ids [R, k] int32, upward in each row; weights [R, k] fp32;
-    `route_with_logits` also gives the logits [R, E] fp32.
+    logits [R, E] fp32.
 Dtypes and rounding points: x and weight fp32, bf16, fp16. Logits, softmax and weights stay fp32 and
     are never rounded to the dtype. Logit gradients, then dx, are rounded to it once.
 Order: ORDER below, `router`.
@@ -44,30 +44,24 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.reduction.sums import tree_sum
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32, tree_fold
 
+_LINES = """\
+z = matmul order over H, fp32, not rounded
+p = exp(z - max z);  tree: halving tree over {tree}
+chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
+weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
+weights of a row with a z that is not finite: NaN
+q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
+dz = q * (d - tree(q * d)), + the given dlogits, if any, in fp32; rounded to the dtype
+dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
+"""
 ORDER = ReductionOrder(
     id="router",
     version=1,
-    cpu="""\
-z = matmul order over H, fp32, not rounded
-p = exp(z - max z);  tree: halving tree over all E
-chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
-weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
-weights of a row with a z that is not finite: NaN
-q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
-dz = q * (d - tree(q * d)), + the given dlogits, if any, in fp32; rounded to the dtype
-dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
-""",
-    cuda="""\
-z = matmul order over H, fp32, not rounded
-p = exp(z - max z);  tree: halving tree over E rounded up to a power of two, with zeros
-exp: exp2 of the argument less its integer part in units of log 2, as in sampling
-chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
-weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
-weights of a row with a z that is not finite: NaN
-q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
-dz = q * (d - tree(q * d)), + the given dlogits, if any, in fp32; rounded to the dtype
-dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
-""",
+    cpu=_LINES.format(tree="all E"),
+    cuda=_LINES.format(
+        tree="E rounded up to a power of two, with zeros\n"
+        "exp: exp2 of the argument less its integer part in units of log 2, as in sampling"
+    ),
 )
 
 
@@ -185,12 +179,8 @@ def logit_gradients_kernel(
 
 def _choose_fake(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, experts = logits.shape
-    ids = logits.new_empty((rows, top_k), dtype=torch.int32)
-    return (
-        ids,
-        logits.new_empty((rows, top_k)),
-        logits.new_empty((0 if normalize else rows, experts)),
-    )
+    ids, weights = (logits.new_empty((rows, top_k), dtype=d) for d in (torch.int32, torch.float32))
+    return ids, weights, logits.new_empty((0 if normalize else rows, experts))
 
 
 def choose_fwd(
@@ -246,14 +236,14 @@ router_logits_bwd_op = kernel_op(
 )(logits_bwd)
 
 
-def route(
+def route_with_logits(
     x: Tensor,
     weight: Tensor,
     top_k: int,
     *,
     normalize: bool,
     weight_grad: GradientBuffer | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose each row's experts.
 
     Args:
@@ -265,24 +255,9 @@ def route(
             folded from zero.
 
     Returns:
-        expert_ids [R, k] int32, ascending in each row, and weights [R, k] fp32 in the same order,
-        which are differentiable in x and weight.
+        expert_ids [R, k] int32, ascending in each row, weights [R, k] fp32 in the same order, and
+        the logits [R, E] fp32. Weights and logits are differentiable in x and weight.
     """
-    ids, weights, _ = route_with_logits(
-        x, weight, top_k, normalize=normalize, weight_grad=weight_grad
-    )
-    return ids, weights
-
-
-def route_with_logits(
-    x: Tensor,
-    weight: Tensor,
-    top_k: int,
-    *,
-    normalize: bool,
-    weight_grad: GradientBuffer | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`route`, and the logits [R, E] fp32, differentiable too."""
     require_operands("router", x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -372,7 +347,7 @@ def logit_gradients(
 def route_reference(
     x: Tensor, weight: Tensor, top_k: int, *, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """`route` in fp64, for accuracy tests only."""
+    """`route_with_logits` in fp64, for accuracy tests only."""
     p = (x.double() @ weight.double().t()).softmax(-1)
     order = p.sort(dim=-1, descending=True, stable=True).indices
     expert_ids = order[:, :top_k].sort(dim=-1).values

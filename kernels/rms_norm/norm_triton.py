@@ -39,13 +39,13 @@ from rl_consistency.kernels.rms_norm.schedules import (
     CHUNK_TOKENS,
     NARROW,
     NARROW_WIDTH,
+    SCRATCH_BYTES,
     NarrowSchedule,
     NormSchedule,
     block_width,
     chunk_rows,
     pick_backward,
     pick_forward,
-    within_shared,
 )
 
 MAX_INNER = 256
@@ -409,20 +409,27 @@ def rms_norm_bwd(
     if dx.numel() == 0:
         return dx, sums
     operands = [rows_of(t) for t in (dy, x, dtotal) if t is not None]
-    short = rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
-    if (
-        schedule is None
-        and short
-        and all(fits(rows, width, num_rows, rows_per_token) for rows in operands)
-    ):
+    short = schedule is None and rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
+    if short and all(fits(rows, width, num_rows, rows_per_token) for rows in operands):
         chosen = NARROW
     if isinstance(chosen, NarrowSchedule):
         kernel, options = _narrow_kernel, _narrow_options(chosen, width, rows_per_token)
     else:
-        held = chunk_rows(rows_per_token) * block_width(width)
-        limit = (200 if has_tma(x.device) else 96) * 1024
-        chosen = within_shared(chosen, len(operands) * held * x.element_size(), limit)
-        kernel, options = _wide_kernel, _wide_options(chosen, rows_per_token)
+        held = chunk_rows(rows_per_token)
+        chunk_bytes = len(operands) * held * block_width(width) * x.element_size()
+        # As many chunks ahead as fit shared memory.
+        ahead = ((200 if has_tma(x.device) else 96) * 1024 - SCRATCH_BYTES) // chunk_bytes
+        kernel, options = (
+            _wide_kernel,
+            {
+                "CHUNKS": STEP // CHUNK_TOKENS,
+                "CHUNK_ROWS": CHUNK_TOKENS * rows_per_token,
+                "ROWS": held // chosen.split,
+                "SPLIT": chosen.split,
+                "STAGES": max(min(chosen.stages, 1 + ahead), 1),
+                "num_warps": chosen.warps,
+            },
+        )
     of_dy, of_x, of_dtotal = (*operands, Rows(None, 0, 0, 1))[:3]
     kernel[(cdiv(num_rows, STEP * rows_per_token),)](
         of_dy.tensor, of_x.tensor, weight.contiguous(), rstd, of_dtotal.tensor, dx,
@@ -431,17 +438,6 @@ def rms_norm_bwd(
         DTOTAL_INNER=of_dtotal.count, BLOCK_H=block_width(width), enable_fp_fusion=False, **options,
     )  # fmt: skip
     return dx, sums
-
-
-def _wide_options(schedule: NormSchedule, rows_per_token: int) -> dict[str, Any]:
-    return {
-        "CHUNKS": STEP // CHUNK_TOKENS,
-        "CHUNK_ROWS": CHUNK_TOKENS * rows_per_token,
-        "ROWS": chunk_rows(rows_per_token) // schedule.split,
-        "SPLIT": schedule.split,
-        "STAGES": schedule.stages,
-        "num_warps": schedule.warps,
-    }
 
 
 def _narrow_options(schedule: NarrowSchedule, width: int, rows_per_token: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ ones on an H200, as `python -m benchmarks tune rms_norm` measured them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -165,10 +164,3 @@ def pick_backward(
         return rule
     work = norm_work("backward", dtype, adds, width, rows_per_token, rows)
     return choose(device, work, (rule, *candidates(width, rows_per_token))) or rule
-
-
-@cache
-def within_shared(schedule: NormSchedule, chunk_bytes: int, limit: int) -> NormSchedule:
-    """The schedule with as many stages of `chunk_bytes` as fit `limit` bytes of shared memory."""
-    stages = min(schedule.stages, 1 + (limit - SCRATCH_BYTES) // chunk_bytes)
-    return replace(schedule, stages=max(stages, 1))

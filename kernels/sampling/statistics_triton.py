@@ -10,7 +10,6 @@ above `support[0]`, or equal to it and the id is at most `support[1]`. Other log
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,21 +31,9 @@ VOCABULARY_BLOCK = tl.constexpr(BLOCK)
 MOST_NEGATIVE = tl.constexpr(-3.0e38)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatisticsSchedule:
-    """One way to walk rows of logits that lie in memory; neutral to the bits."""
-
-    rows: int  # of one program
-    blocks: int  # vocabulary blocks of one program
-    warps: int
-
-
-ROW_SCHEDULES = {
-    "1x16": StatisticsSchedule(rows=1, blocks=16, warps=4),
-    "4x4": StatisticsSchedule(rows=4, blocks=4, warps=4),
-    "2x16": StatisticsSchedule(rows=2, blocks=16, warps=8),
-}
-"""Name, rows x blocks -> schedule. "1x16" is in use; tests compare the others' bytes with it."""
+ROW_SCHEDULES = {"1x16": (1, 16, 4), "4x4": (4, 4, 4), "2x16": (2, 16, 8)}
+"""Ways to walk rows of logits that lie in memory: name -> rows and vocabulary blocks of a program,
+and its warps. "1x16" is in use; `verify` compares the others' bytes with it."""
 COMBINE_ROWS = 4
 SHIFT_COLUMNS = 2048
 
@@ -204,12 +191,11 @@ def vocabulary_row_statistics(
     num_blocks = partials.shape[1]
     if num_rows == 0:
         return partials
-    plan = ROW_SCHEDULES[schedule]
-    grid = (cdiv(num_rows, plan.rows), cdiv(num_blocks, plan.blocks))
-    sizes = {"ROWS": plan.rows, "BLOCKS": plan.blocks}
-    row_statistics_kernel[grid](
+    rows, blocks, warps = ROW_SCHEDULES[schedule]
+    row_statistics_kernel[(cdiv(num_rows, rows), cdiv(num_blocks, blocks))](
         logits, temperature, support, partials, num_rows, vocabulary, num_blocks, logits.stride(0),
-        partials.stride(0), **launch_options(plan.warps, UNIT=unit_temperature, **sizes),
+        partials.stride(0),
+        **launch_options(warps, UNIT=unit_temperature, ROWS=rows, BLOCKS=blocks),
     )  # fmt: skip
     return partials
 

@@ -121,16 +121,32 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         targets = targets.contiguous()
         kept = slice(0, min(plan.chunk_tokens, hidden.shape[0]) if plan.keeps_logits else 0)
         logits = lm_head_logits(hidden[kept], weight) if kept.stop else None
+
+        def scores_of(span: slice, logits: Tensor | None = None) -> Tensor:
+            """[4, n] fp32: logprobs of the targets, entropies, log-normalizers, maxima."""
+            x, own, target = hidden[span], rows.select(span), targets[span]
+            if own.truncates:
+                one = distribution(lm_head_logits(x, weight), own)
+                # Backward reads `scaled`, which has the maximum subtracted already.
+                top = torch.zeros_like(one.log_normalizer)
+                safe = target.masked_fill(target == IGNORED, 0)
+                return torch.stack([one.logprobs_of(safe), one.entropy(), one.log_normalizer, top])
+            divisor, unit = own.divisor, own.unit_temperature
+            if logits is None and plan.statistics == UNFUSED:
+                logits = lm_head_logits(x, weight)
+            if logits is not None:
+                partials = vocabulary_row_statistics(logits, divisor, unit)
+            else:
+                partials = token_statistics(x, weight, divisor, unit, plan.statistics)
+            top, log_normalizer, entropy = vocabulary_combine(partials)
+            found = token_target_logits(x, weight, target, divisor, unit)
+            return torch.stack([(found - top) - log_normalizer, entropy, log_normalizer, top])
+
         at_once = plan.chunk_tokens if plan.statistics == UNFUSED else STATISTICS_CHUNK
-        pieces = [
-            _scores(hidden[span], weight, targets[span], rows.select(span), plan)
-            for span in chunks(hidden.shape[0], at_once, kept.stop)
-        ]
+        pieces = [scores_of(span) for span in chunks(hidden.shape[0], at_once, kept.stop)]
         if logits is not None:
             _kept[:] = [weakref.ref(logits)]
-            pieces.insert(
-                0, _scores(hidden[kept], weight, targets[kept], rows.select(kept), plan, logits)
-            )
+            pieces.insert(0, scores_of(kept, logits))
         nothing = hidden.new_empty((4, 0), dtype=torch.float32)
         scores = torch.cat(pieces, dim=1) if pieces else nothing
         logprobs, entropy = scores[:2].masked_fill(targets == IGNORED, 0.0).unbind(0)
@@ -153,8 +169,17 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         room = weight.new_empty((most, cdiv(vocabulary, 64) * 64))[:, :vocabulary]
 
         def write(span: slice, logits: Tensor | None = None) -> Tensor:
+            """Logit gradients [n, V] of a chunk, from its `logits` if given."""
             dlogits, part = room[: span.stop - span.start], table[:, span]
-            _write_gradient(hidden[span], weight, rows.select(span), plan, part, dlogits, logits)
+            own, unit = rows.select(span), rows.unit_temperature
+            fused = logits is None and plan.gradient != UNFUSED
+            if fused and not own.truncates:
+                token_gradient(hidden[span], weight, part, dlogits, unit, plan.gradient)
+            else:
+                logits = lm_head_logits(hidden[span], weight) if logits is None else logits
+                if own.truncates:
+                    logits, unit = distribution(logits, own).scaled, True
+                token_row_gradient(logits, part, dlogits, unit)
             token_target_gradient(part, logprobs[span], targets[span], dlogits)
             return dlogits
 
@@ -168,50 +193,3 @@ class _TritonTokenLogprobs(torch.autograd.Function):
 
         gradients = lm_head_gradients(ctx, hidden, weight, spans, logit_gradient, ctx.weight_grad)
         return *gradients, None, None, None, None
-
-
-def _scores(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rows: SamplingRows,
-    plan: Plan,
-    logits: Tensor | None = None,
-) -> Tensor:
-    """[4, n] fp32: logprobs of the targets, entropies, log-normalizers, maxima."""
-    if rows.truncates:
-        one = distribution(lm_head_logits(hidden, weight), rows)
-        safe = targets.masked_fill(targets == IGNORED, 0)
-        # Backward reads `scaled`, which has the maximum subtracted already.
-        top = torch.zeros_like(one.log_normalizer)
-        return torch.stack([one.logprobs_of(safe), one.entropy(), one.log_normalizer, top])
-    divisor, unit = rows.divisor, rows.unit_temperature
-    if logits is None and plan.statistics == UNFUSED:
-        logits = lm_head_logits(hidden, weight)
-    if logits is not None:
-        partials = vocabulary_row_statistics(logits, divisor, unit)
-    else:
-        partials = token_statistics(hidden, weight, divisor, unit, plan.statistics)
-    top, log_normalizer, entropy = vocabulary_combine(partials)
-    target = token_target_logits(hidden, weight, targets, divisor, unit)
-    return torch.stack([(target - top) - log_normalizer, entropy, log_normalizer, top])
-
-
-def _write_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: SamplingRows,
-    plan: Plan,
-    table: Tensor,
-    dlogits: Tensor,
-    logits: Tensor | None,
-) -> None:
-    """Fill dlogits [n, V] with gradients as if no entry were a target, from `logits` if given."""
-    if rows.truncates:
-        scaled = distribution(lm_head_logits(hidden, weight), rows).scaled
-        token_row_gradient(scaled, table, dlogits, True)
-    elif logits is not None or plan.gradient == UNFUSED:
-        logits = lm_head_logits(hidden, weight) if logits is None else logits
-        token_row_gradient(logits, table, dlogits, rows.unit_temperature)
-    else:
-        token_gradient(hidden, weight, table, dlogits, rows.unit_temperature, plan.gradient)

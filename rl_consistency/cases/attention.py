@@ -62,5 +62,4 @@ def _case(setting: Setting, shape: Heads) -> Case:
         stock=stock,
         reference=lambda q, k, v: attention_reference(q, k, v, scale=scale, window=window),
         seeds=(1,),
-        independent=False,
     )

@@ -82,11 +82,10 @@ def shapes_of(name: str, config: Any) -> OpShapes:
     dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim)
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
-    linear = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner)]
-    linear.append((inner, hidden))
+    layers = (hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)
     return OpShapes(
         name=name,
-        linear=tuple(dict.fromkeys(linear)),
+        linear=tuple(dict.fromkeys(layers)),
         norm_widths=(hidden, heads.head_dim),
         attention=(heads,),
         glu_width=inner,
@@ -161,8 +160,6 @@ class Case:
     """Other ways to the same bytes, gradients too."""
     forward_ways: Mapping[str, Op] = field(default_factory=dict)
     """Other ways to the same bytes of the result alone."""
-    independent: bool = True
-    """Whether rows do not see each other."""
     cuts: bool = True
     """Whether a call may be cut after any 16 rows without a change of the parameters' gradients."""
 
@@ -174,11 +171,6 @@ class Case:
     def parameters(self) -> tuple[str, ...]:
         """Operands that all rows share and that have a gradient, a fold over rows."""
         return tuple(name for name in self.shared if name in self.gradients)
-
-    @property
-    def accuracy_size(self) -> str:
-        """The size of a draw whose error is judged."""
-        return f"{self.count} x {self.size}"
 
 
 def weight_scale(inner: int) -> float:

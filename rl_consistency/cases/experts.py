@@ -20,7 +20,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.core.findings import schedule_name
 from rl_consistency.kernels.experts import schedules
-from rl_consistency.kernels.experts.fold_triton import Runs, describes_rows, find_runs, fold_runs
+from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
@@ -53,19 +53,15 @@ def router_cases(setting: Setting) -> Iterator[Case]:
         found = route_reference(x, weight, TOP_K, normalize=normalize)
         return *found, x @ weight.t()
 
+    names = {"rows": ("x",), "shared": ("weight",), "gradients": ("x", "weight")}
+    case = partial(Case, op="router", **names, draw=draw, filler={"x": 1.0})
     for size, normalize in (("normalized", True), ("plain", False)):
-        yield Case(
-            op="router",
+        yield case(
             size=size,
-            rows=("x",),
-            shared=("weight",),
-            gradients=("x", "weight"),
             outputs=("ids", "weights", "logits"),
-            draw=draw,
             draw_dys=chosen_dys,
             call=partial(route_with_logits, top_k=TOP_K, normalize=normalize),
             reference=partial(exact, normalize=normalize),
-            filler={"x": 1.0},
         )
 
     def stock(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,20 +70,14 @@ def router_cases(setting: Setting) -> Iterator[Case]:
     def of_all(x: Tensor, weight: Tensor, **buffers: Any) -> Tensor:
         return route_with_logits(x, weight, EXPERTS, normalize=False, **buffers)[1]
 
-    yield Case(
-        op="router",
+    yield case(
         size=f"{hidden} x {EXPERTS}",
-        rows=("x",),
-        shared=("weight",),
-        gradients=("x", "weight"),
         outputs=("weights",),
-        draw=draw,
         draw_dys=lambda rows, seed: (setting.drawn((rows, EXPERTS), seed + 2, 0.02),),
         call=of_all,
         stock=stock,
         reference=lambda x, weight: (x @ weight.t()).softmax(-1),
         seeds=seeds(MANY),
-        filler={"x": 1.0},
     )
 
 
@@ -254,12 +244,11 @@ def expert_fold(
         # What a fresh gradient holds does not count.
         before = torch.full((experts, n, k), torch.nan, device=device)
         before = before if fresh else setting.wide((experts, n, k), 2)
-        return dy, x, runs.places, runs.rows, runs.first, before.to(accumulator_dtype(x))
+        return dy, x, *runs, before.to(accumulator_dtype(x))
 
     def run(schedule: Any, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
-        *tables, gradient = rest
-        runs = Runs(*tables)
-        fold_runs(gradient, dy, x, runs, dy_by_row=dy_by_row, fresh=fresh, schedule=schedule)
+        *runs, gradient = rest
+        fold_runs(gradient, dy, x, *runs, dy_by_row=dy_by_row, fresh=fresh, schedule=schedule)
         return gradient
 
     sizes, tma = (pairs, experts, n, k), describes_rows(device, dtype, n, k)

@@ -9,13 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.cases.case import MANY, ROWS, Case, Setting, seeds, weight_scale
-from rl_consistency.kernels.linear.op import (
-    glu_linear,
-    linear,
-    linear_glu,
-    linear_qkv,
-    linear_reference,
-)
+from rl_consistency.kernels.linear import op
+from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu
 
@@ -75,7 +70,7 @@ def linear_case(
         draw_dys=lambda rows, seed: (setting.drawn((rows, columns), seed + 3, 0.02),),
         call=linear,
         stock=F.linear,
-        reference=linear_reference,
+        reference=op.linear_reference,
         seeds=seeds(draws, 1),
         filler={"x": 1.0},
     )
@@ -103,7 +98,7 @@ def _gated_products(setting: Setting) -> Iterator[Case]:
             gradients=("gate", "up", "weight", "bias"),
             draw=draw,
             draw_dys=lambda rows, seed: (setting.drawn((rows, columns), seed + 4, 0.002),),
-            call=partial(glu_linear, activation=activation),
+            call=partial(op.glu_linear, activation=activation),
             reference=lambda gate, up, *rest, of=activation: F.linear(_gated(gate, up, of), *rest),
             filler={"gate": 1.0},
             ways={"glu and linear apart": apart},
@@ -127,24 +122,21 @@ def projection_cases(setting: Setting) -> Iterator[Case]:
         weights = (setting.drawn((n, inner), seed + 1 + i, scale) for i, n in enumerate(sizes))
         return setting.drawn((rows, inner), seed, 0.01), *weights
 
-    yield Case(
-        op="linear",
+    case = partial(Case, op="linear", rows=("x",))
+    yield case(
         size="q, k, v in one call",
-        rows=("x",),
         shared=("wq", "wk", "wv"),
         outputs=("q", "k", "v"),
         draw=partial(draw, sizes=columns),
-        call=lambda x, *weights: linear_qkv(x, weights),
+        call=lambda x, *weights: op.linear_qkv(x, weights),
         reference=lambda x, *weights: tuple(F.linear(x, w) for w in weights),
         ways={"by linear": lambda x, *weights: tuple(linear(x, w) for w in weights)},
     )
-    yield Case(
-        op="linear",
+    yield case(
         size="gate, up, silu in one call",
-        rows=("x",),
         shared=("w_gate", "w_up"),
         draw=partial(draw, sizes=[setting.shapes.glu_width] * 2),
-        call=linear_glu,
+        call=op.linear_glu,
         reference=lambda x, gate, up: F.silu(F.linear(x, gate)) * F.linear(x, up),
         ways={"by linear and glu": lambda x, g, u: glu(linear(x, g), linear(x, u))},
     )

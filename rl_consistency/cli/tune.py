@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl_consistency.cases.launches import Launch
-    from rl_consistency.tuning.measure import Outcome
-    from rl_consistency.tuning.tune import TuningReport
+    from rl_consistency.tuning.tune import Outcome, TuningReport
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
 SHOWN = 20

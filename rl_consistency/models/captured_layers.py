@@ -131,18 +131,18 @@ class CapturedGradients:
     ) -> list[Tensor | None]:
         """Run `replay` in the backward pass that goes on; what a backward function returns for each
         parameter. `op` is autograd's number of that function, `nodes` where the gradients go."""
-        zeroed: list[Tensor] = []
+        zeroed, results = list[Tensor](), list[Tensor | None]()
         loads, stores, restores = list[_Copy](), list[_Copy](), list[_Copy]()
         if {own.data_ptr() for own in self._own} != self._places:
             raise ValueError(f"the memory of a gradient was resized. {ELSEWHERE}")
-        results: list[Tensor | None] = []
         for i, (buffer, own, node) in enumerate(zip(self._buffers, self._own, nodes, strict=True)):
             accumulates = adds_to_gradient(node) if self.parameters[i].requires_grad else None
             found = None if accumulates is None else buffer.begin(op, accumulates)
-            if found is not None and found.data_ptr() == own.data_ptr():
+            place = None if found is None else found.data_ptr()
+            if place == own.data_ptr():
                 results.append(found)
                 continue
-            if found is not None and found.data_ptr() in self._places:
+            if place in self._places:
                 raise ValueError(f"a parameter was given the gradient of another one. {ELSEWHERE}")
             # Somebody has what an earlier pass was given: `.grad`, or a caller who kept it.
             lent = _references(own) != self._alone[i]
@@ -196,18 +196,15 @@ _Seam = tuple[GraphPieces | None, GraphPieces | None]
 class CapturedLayers:
     """One number of rows. What a forward replay leaves is gone after the backward replay."""
 
+    _forward: GraphPieces
+    _backward: GraphPieces
+
     def __init__(
-        self,
-        rows: int,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
-        gradients: CapturedGradients,
+        self, rows: int, hidden: Tensor, angles: Sequence[Tensor], gradients: CapturedGradients
     ) -> None:
         self.gradients = gradients
         self._hidden, self._gradient = Padded(hidden.detach(), rows), Padded(hidden.detach(), rows)
         self._angles = [Padded(angle.unsqueeze(0), rows) for angle in angles]
-        self._forward: GraphPieces | None = None
-        self._backward: GraphPieces | None = None
 
     def capture(self, layers: Layers, place: LayersPlace) -> None:
         """Capture both passes of `layers`, after runs that compile kernels and certify products."""
@@ -234,9 +231,7 @@ class CapturedLayers:
         """The layers as autograd records them."""
         self._leaf = self._hidden.rows.detach().requires_grad_()
 
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, _: int, scale: float, window: int | None
-        ) -> Tensor:
+        def attend(q: Any, k: Any, v: Any, _: int, scale: float, window: int | None) -> Tensor:
             return _Attention.apply(q, k, v, seam, {"scale": scale, "window": window})
 
         cos, sin = (angle.rows[0] for angle in self._angles)
@@ -247,11 +242,8 @@ class CapturedLayers:
         # for them they are folded all the same.
         return torch.autograd.grad(result, self._leaf, self._gradient.rows)[0]
 
-    def forward(
-        self, hidden: Tensor, angles: tuple[Tensor, Tensor], layout: PackedSequences
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Sequence[Tensor], layout: PackedSequences) -> Tensor:
         """[1, r, H] of hidden states [1, r, H] and angles [r, D/2] each."""
-        assert self._forward is not None
         with self._place.use():
             self._hidden.load(hidden)
             for memory, values in zip(self._angles, angles, strict=True):
@@ -261,7 +253,6 @@ class CapturedLayers:
 
     def backward(self, gradient: Tensor, layout: PackedSequences) -> Tensor:
         """The gradient of the hidden states [1, r, H]; the parameters' go where they are folded."""
-        assert self._backward is not None
         with self._place.use():
             self._gradient.load(gradient)
             self._backward.replay(layout)

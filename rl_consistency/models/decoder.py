@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -77,13 +78,10 @@ class CanonicalDecoderLayer(CanonicalModule):
     def forward(self, hidden_states: Tensor, *, call: LayerCall, cache_index: int) -> Tensor:
         """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention`."""
         # Gradient checkpointing comes here again, perhaps in a thread of autograd.
-        if call.choice is not current():
-            with held(call.choice):
-                return CanonicalDecoderLayer.forward(
-                    self, hidden_states, call=call, cache_index=cache_index
-                )
-        total, addend = self.terms(hidden_states, None, call=call, cache_index=cache_index)
-        return total + addend
+        same = call.choice is current()
+        with nullcontext() if same else held(call.choice):
+            total, addend = self.terms(hidden_states, None, call=call, cache_index=cache_index)
+            return total + addend
 
     def terms(
         self,
@@ -163,8 +161,8 @@ class CanonicalBaseModel(CanonicalModule):
     ) -> Tensor:
         """Hidden states [R, H] of packed rows [R]; rollout and training both come through here.
 
-        `rows` [n] int64 are those whose hidden states are wanted, [n, H]. What follows the last
-        layer's attention is then computed for these alone, unless something sees that layer.
+        `rows` [n] int64 are those wanted, as [n, H]: what follows the last layer's attention is
+        then computed for these alone, unless something sees that layer.
         """
         # Rollouts have their guard once, in the engine, and not at every step.
         state = self.guard() if isinstance(layout, PackedSequences) else None
@@ -177,8 +175,8 @@ class CanonicalBaseModel(CanonicalModule):
             layers = _one_of_each_kind(self.layers)
         if all(layer.is_plain() for _, layer in layers):
             last, graphs = layers[-1][1], self.layer_graphs
-            # A pass that compiles runs one layer of each kind, here of all rows; a call of as many
-            # rows as are wanted meets the kernels of those.
+            # A pass that compiles runs one layer of each kind, of all rows; those of a smaller call
+            # compile for the wanted ones.
             whole = compiles_only() or any(isinstance(m.mlp, CanonicalMoEBlock) for _, m in layers)
             if state is not None and graphs is not None and rows is None and not whole:
                 normed = graphs.run([*self.layers, self.norm], self._run, hidden, call, state)

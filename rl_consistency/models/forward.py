@@ -60,9 +60,7 @@ def layer_parameters(model: nn.Module) -> int:
 
 
 def check_forward(model: nn.Module, batch: PackedBatch) -> None:
-    """What `packed_hidden_states` checks, for a caller that computes the batch in another way:
-    ValueError on ids outside the vocabulary and on a model that was changed since it was patched.
-    """
+    """What `packed_hidden_states` checks, for a caller that computes the batch in another way."""
     decoder = _decoder(model)
     batch.require_vocabulary(decoder.embed_tokens.num_embeddings)
     decoder.guard()
@@ -76,11 +74,11 @@ def paged_hidden_states(
     paged: PagedAttention,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states [T, H] of new tokens whose past lies in a paged cache, without a gradient.
+    """Hidden states [T, H] of new tokens whose past lies in a paged cache, where their keys and
+    values are written; without a gradient.
 
-    Writes their keys and values. input_ids and position_ids (counted from each sequence's first
-    token) are [T] int64. With `rows` [n] int64 the hidden states of these tokens, [n, H]: the same
-    bytes, and less work.
+    input_ids and position_ids (counted from each sequence's first token) are [T] int64. With `rows`
+    [n] int64 the hidden states of these tokens, [n, H]: the same bytes, and less work.
     """
     return _decoder(model).packed_forward(input_ids, position_ids, paged, rows)
 

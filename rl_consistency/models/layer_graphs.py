@@ -66,7 +66,7 @@ def layers_op_by_op() -> Iterator[None]:
 
 
 class _Pass:
-    """A forward pass through graphs, until it has gone backward or is dropped."""
+    """A forward pass through graphs, until it is `done`: gone backward, or dropped."""
 
     done = False
 
@@ -229,16 +229,13 @@ class _Model:
         for module in (part for each in self._modules for part in each.modules()):
             # The layers themselves are plain, or they would not run here.
             call = type(module).__call__ if module in self._modules else nn.Module.__call__
-            if not is_unobserved(module, call):
+            trained = [x for x in module.named_parameters(recurse=False) if x[1].requires_grad]
+            buffers = getattr(module, "_gradient_buffers", {})
+            own = [b for n, p in trained if (b := buffers.get(n)) is not None and b.parameter is p]
+            if not is_unobserved(module, call) or len(own) < len(trained):
                 return []
-            own = getattr(module, "_gradient_buffers", {})
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    buffer = own.get(name)
-                    if buffer is None or buffer.parameter is not parameter or buffer.uses != 1:
-                        return []
-                    found.append(buffer)
-        return found
+            found += own
+        return found if all(buffer.uses == 1 for buffer in found) else []
 
 
 class _Replayed(torch.autograd.Function):
@@ -269,8 +266,7 @@ class _Replayed(torch.autograd.Function):
 
         with graphs._lock:
             if ctx.own.done or graphs._latest is None or graphs._latest() is not ctx.own:
-                # Another pass has the pool, or this one has gone backward before: its activations
-                # are computed again.
+                # Another pass has the pool, or this one went backward before: compute again.
                 captured.forward(hidden, (cos, sin), layout)
                 graphs._latest = weakref.ref(ctx.own)
             ctx.own.done = True

@@ -98,7 +98,6 @@ class BlockManager:
 
         False, and nothing changes, if `spare` blocks would not be left.
         """
-        assert not sequence.block_table, "the sequence already holds blocks"
         num_matched = len(match.block_ids)
         num_new = self.blocks_for(sequence.num_tokens) - num_matched
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in match.block_ids)
@@ -160,7 +159,7 @@ class BlockManager:
             return
         before = sequence.block_table[index - 1]
         parent = self._blocks[before].prefix_id if index > 0 else _ROOT
-        assert parent is not None, "blocks are announced in order"
+        assert parent is not None  # blocks are announced in order
         start = index * self.block_size
         key = (parent, tuple(sequence.token_ids[start : start + self.block_size]))
         holder = self._by_key.get(key)

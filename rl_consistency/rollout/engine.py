@@ -248,8 +248,9 @@ class RolloutEngine:
                 self.stream(prompts, sampling, progress=progress, **options),
                 key=lambda completion: (completion.prompt_index, completion.sample_index),
             )
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        if len(completions) < (wanted := sum(params.n for params in each)):
+        one = isinstance(sampling, SamplingParams)
+        wanted = sampling.n * len(prompts) if one else sum(params.n for params in sampling)
+        if len(completions) < wanted:
             raise ValueError(
                 f"{wanted - len(completions)} of {wanted} completions went to another caller of "
                 "step(), in a callback or thread; leave the steps to generate()."
@@ -386,7 +387,7 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None, sequences: Sequence[RolloutSequence]) -> None:
         """Start work: new counters, and no cached key of other weights."""
-        if any(is_shard(parameter) for parameter in self._model.parameters()):
+        if any(map(is_shard, self._model.parameters())):
             raise ValueError(
                 "the model's parameters are shards: enter whole_weights(model) on every rank, "
                 "around all of the rollout, or use generate."
@@ -408,7 +409,8 @@ class RolloutEngine:
 
     def _require_idle(self, purpose: str) -> None:
         if self.has_unfinished:
+            count = len(self._requests.unfinished())
             raise ValueError(
-                f"the engine has {len(self._requests.unfinished())} unfinished requests; take in "
-                f"their stream or close it, or cancel them and step, before the next {purpose}"
+                f"the engine has {count} unfinished requests; take in their stream or close it, or "
+                f"cancel them and step, before the next {purpose}"
             )

@@ -60,10 +60,7 @@ def compile_line(
     """A line on `console`, standard error by default, once kernels compile for `after` seconds, and
     one at the end. A terminal shows how far it is, too."""
     console = console or Console(stderr=True, quiet=quiet)
-    started, shown = monotonic(), 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-    task = bar.add_task("rollout: compiling kernels", total=None)
+    started, shown, status = monotonic(), 0, console.status("rollout: compiling kernels")
 
     def report(done: int, total: int) -> None:
         nonlocal shown
@@ -71,16 +68,14 @@ def compile_line(
             return
         if not shown:
             console.print(f"rollout: compiling {total} kernels, once for this device", style="dim")
-            if console.is_terminal:
-                bar.start()
+            status.start()
         shown = total
-        bar.update(task, completed=done, total=total)
+        status.update(f"rollout: compiling kernels, {done} of {total}")
 
     try:
         yield report
     finally:
-        if bar.live.is_started:
-            bar.stop()
+        status.stop()
     if shown:
         text = f"rollout: {shown} kernels compiled in {monotonic() - started:.0f} s"
         console.print(text, style="dim")

@@ -8,8 +8,7 @@ no long one decodes alone at the end, then by arrival. An admitted sequence gets
 known tokens. One whose prefix another is computing is set aside until that step is launched.
 
 **Preemption**: only decoding can run out of blocks. Then the sequence admitted last gives its
-blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
-values of all of them once admitted again.
+blocks back and waits before all others. It keeps its tokens and logprobs.
 
 **Failure**: a logprob that is not finite may be owed to cache blocks that another computed, or to a
 wrong guess: in a block of keys a row that is not finite reaches rows before it, since 0 times NaN
@@ -155,7 +154,7 @@ class Scheduler:
         sitting_out = sum(
             s.num_drafted > 0 or (s.num_pending > 0 and s.speculator.length(s.num_tokens + 1) > 0)
             for s in self._running
-            if s.speculator is not None and s.drafts
+            if s.speculator is not None
         )
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= len(self._running)
 
@@ -270,8 +269,8 @@ class Scheduler:
 
     def _start_over(self, sequence: RolloutSequence) -> None:
         """Queue a sequence that failed, its tokens kept, to compute them from blocks of its own."""
-        sequence.reopen()
         self.statistics.started_over += 1
+        sequence.finish_reason = sequence.error = sequence.speculator = None
         sequence.alone = True
         sequence.num_void, sequence.num_pending, sequence.num_drafted = sequence.num_pending, 0, 0
         if sequence.slot is not None:  # else it was preempted meanwhile, and waits
@@ -310,7 +309,7 @@ class Scheduler:
                 break
             # Those behind it get a token each, or they would hold their blocks for nothing.
             behind = len(self._running) - 1 - place
-            draft = self._draft(sequence, room - behind) if sequence.drafts else ()
+            draft = self._draft(sequence, room - behind)
             if draft is None:
                 continue
             if end > len(sequence.block_table) * size and not self._make_room(sequence):
@@ -323,8 +322,9 @@ class Scheduler:
 
     def _draft(self, sequence: RolloutSequence, room: int) -> tuple[int, ...] | None:
         """Guesses to verify in this step; None where the last token has to be known first."""
-        speculator, end = sequence.speculator, sequence.num_scheduled_tokens
-        assert speculator is not None
+        if (speculator := sequence.speculator) is None:
+            return ()
+        end = sequence.num_scheduled_tokens
         # The token sampled behind the last guess must still be within the sample.
         most = min(speculator.length(end), sequence.max_num_tokens - end - 1, room - 1)
         if most <= 0:

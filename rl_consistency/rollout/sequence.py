@@ -30,8 +30,7 @@ class StopStrings:
 
     The text is that of the generated tokens, special tokens included. Each new token is decoded
     behind a few read before, because a decoder may write a token in another way at the beginning of
-    a text. `strings`: at least one, none empty or with U+FFFD. `context`: tokens before the first,
-    such as the prompt's last; their text is not searched.
+    a text. The text of `context`, tokens before the first, is not searched.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class RolloutSequence:
     `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
     write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
-    Each field has one writer: `RequestFactory` those up to `speculator`, `append`, `finish` and
-    `reopen` the tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last
-    three, and `Scheduler` those between.
+    Each field has one writer: `Requests` those up to `speculator`, `append` and `finish` the
+    tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last three, and
+    `Scheduler` those between. It also takes speculator and end from a sequence that starts over.
     """
 
     prompt_index: int
@@ -96,7 +95,7 @@ class RolloutSequence:
     speculator: Speculator | None = None  # drafts for this sample; None decodes plainly
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    """Length at which the sample ends by length; `RequestFactory` keeps it within the context."""
+    """Length at which the sample ends by length; `Requests` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     token_routing: list[int] = field(default_factory=list)
@@ -114,7 +113,7 @@ class RolloutSequence:
     num_drafted: int = 0
     """Length of the draft under way; its sequence is not scheduled again before the report."""
     alone: bool = False
-    """Whether it takes no block that another computed, gives none, and does not draft."""
+    """Whether it takes no block that another computed, and gives none."""
     num_void: int = 0  # steps under way for it whose reports are void
     block_table: list[int] = field(default_factory=list)  # physical block ids in logical order
     num_published_blocks: int = 0  # leading full blocks the block manager may share
@@ -140,10 +139,6 @@ class RolloutSequence:
         return self.num_scheduled_tokens - self.num_computed_tokens
 
     @property
-    def drafts(self) -> bool:
-        return self.speculator is not None and not self.alone
-
-    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -156,12 +151,9 @@ class RolloutSequence:
         """
         if not math.isfinite(logprob):
             where = f"prompt {self.prompt_index}, sample {self.sample_index}, position"
-            self.finish(
-                "error",
-                f"{where} {self.num_tokens}: the model gave a logprob that is not finite; look for "
-                "NaN or infinity in its weights (a diverged update, or fp16 overflow)",
-            )
-            return
+            text = "the model gave a logprob that is not finite; look for NaN or infinity in its"
+            text += " weights (a diverged update, or fp16 overflow)"
+            return self.finish("error", f"{where} {self.num_tokens}: {text}")
         self.token_ids.append(token_id)
         self.token_logprobs.append(logprob)
         self.token_routing.extend(routing)
@@ -172,11 +164,6 @@ class RolloutSequence:
         elif len(self.token_ids) == self.max_num_tokens:
             self.finish("length")
 
-    def reopen(self) -> None:
-        """Take the end back; the tokens so far stay."""
-        self.finish_reason = self.error = None
-
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """End the sample; what is still under way for it will be discarded."""
-        self.finish_reason = reason
-        self.error = error
+        self.finish_reason, self.error = reason, error

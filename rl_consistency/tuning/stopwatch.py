@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,15 +18,6 @@ Timer = Callable[[int], float]
 
 COPIES_LIMIT = 80
 FLUSH_BYTES = 256 << 20
-
-
-class Bench(Protocol):
-    """What the measurement asks of a device."""
-
-    def copies(self, operand_bytes: float) -> int: ...
-    def free_bytes(self) -> float: ...
-    def prepare(self, calls: Sequence[Call]) -> None: ...
-    def timers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, Timer]: ...
 
 
 class ColdDevice:
@@ -65,7 +56,8 @@ class ColdDevice:
         for name, own in calls.items():
             for call in (*own, own[0]):
                 call()
-            found[name] = self._timer(self._captured(own, pool), len(own))
+            replay, count = self._captured(own, pool).replay, len(own)
+            found[name] = lambda _, replay=replay, n=count: self.device_seconds(replay) / n
         return found
 
     def _captured(self, calls: Sequence[Call], pool: Any) -> torch.cuda.CUDAGraph:
@@ -82,9 +74,6 @@ class ColdDevice:
                 graph.capture_end()
         here.wait_stream(self._stream)
         return graph
-
-    def _timer(self, graph: torch.cuda.CUDAGraph, count: int) -> Timer:
-        return lambda _: self.device_seconds(graph.replay) / count
 
     def device_seconds(self, call: Call, hold: int = 0) -> float:
         """A call on the device, which is held back for `hold` cycles while the host queues it."""

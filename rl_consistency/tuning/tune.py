@@ -1,30 +1,76 @@
-"""`tune`: the launches of a policy within a budget, the most important first, and the report."""
+"""`tune`: the launches of a policy within a budget, the most important first, and the report.
+
+Of one launch bytes are compared first, then times, and a challenger has to win twice. All
+candidates run a few rounds. Those near the fastest go on for more, beside the default. The fastest
+of these takes its place only if it is faster by `MARGIN`, and again so in a second measurement of
+the two alone. Then it meets what the op's rule takes for fewer rows of the bucket, and must not
+lose by `MARGIN` there. Else the rule stays in force, for every number of rows.
+"""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rl_consistency.cases.launches import Launch
-from rl_consistency.kernels.core.findings import MOST_ROWS, Findings, findings_of
+from rl_consistency.cases.case import Op
+from rl_consistency.cases.launches import Launch, compare
+from rl_consistency.kernels.core.findings import (
+    MOST_ROWS,
+    RULE,
+    Findings,
+    Winner,
+    findings_of,
+    of_work,
+)
 from rl_consistency.kernels.core.operand import require_device
+from rl_consistency.kernels.matmul import audit
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.tuning.measure import SCATTER, Outcome, measured
 from rl_consistency.tuning.policy_works import policy_config, policy_works
-from rl_consistency.tuning.stopwatch import Bench, ColdDevice
+from rl_consistency.tuning.stopwatch import ColdDevice, Timer, interleaved
 
 BUDGET = 60.0
 """Seconds that `tune` may take by default."""
 
 ROOM = 3
 """A launch needs so many times its bytes: operands, clones that are compared, results."""
+
+MARGIN = 0.98
+"""A challenger takes at most this share of the default's time."""
+
+SCREEN_ROUNDS = 3
+NEAR = 1.2
+"""Candidates that take at most so many times the fastest one's time go on, `FINALISTS` at most."""
+FINALISTS = 4
+FINAL_SECONDS, FINAL_ROUNDS = 0.05, (7, 25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was found for one launch."""
+
+    work: Launch
+    default: str
+    """The schedule that runs without a winner."""
+    default_us: float
+    winner: str
+    winner_us: float
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    """Candidates whose bytes differ: why."""
+    known: bool = False
+    """Whether the times are those of an earlier measurement; bytes were compared again."""
+
+    @property
+    def gain(self) -> float:
+        """The default's time over the winner's; 1 where the default stays."""
+        return self.default_us / self.winner_us
+
 
 Tell = Callable[[Outcome | None, str], None]
 """Called with each outcome, and before it with None and the name of the launch."""
@@ -55,12 +101,6 @@ class TuningReport:
     def passed(self) -> bool:
         """Whether every candidate gave the reference's bytes."""
         return not self.withdrawn
-
-    @property
-    def scatter(self) -> float:
-        """Half of a typical launch's samples lie within this share of their median."""
-        found = [outcome.scatter for outcome in self.outcomes if not outcome.known]
-        return median(found) if found else 0.0
 
 
 def tune(
@@ -125,7 +165,7 @@ def tune_device(works: Sequence[Launch], device: torch.device, **options: Any) -
 
 def tune_works(
     works: Sequence[Launch],
-    bench: Bench,
+    bench: ColdDevice,
     store: Findings,
     *,
     clock: Callable[[], float],
@@ -153,14 +193,113 @@ def tune_works(
             continue
         if tell is not None:
             tell(outcomes[-1], work.key)
-    report = TuningReport(
-        outcomes=outcomes, left_out=left_out, path=str(store.path or ""), seconds=clock()
+    path = str(store.path or "")
+    return TuningReport(outcomes=outcomes, left_out=left_out, path=path, seconds=clock())
+
+
+def race(timers: Mapping[str, Timer], default: str) -> Winner:
+    """The winner of some timers by median seconds; `default` unless a challenger beats it twice."""
+    screened = _medians(interleaved(timers, seconds=0.0, least=SCREEN_ROUNDS, most=SCREEN_ROUNDS))
+    limit = NEAR * min(screened.values())
+    near = [name for name in sorted(screened, key=screened.__getitem__) if screened[name] <= limit]
+    times = _finals(timers, [default, *near[:FINALISTS]])
+    best = fastest(times)
+    if best != default and times[best] <= MARGIN * times[default]:
+        times = _finals(timers, [default, best])
+    if times[best] > MARGIN * times[default]:
+        best = default
+    return Winner(best, 1e6 * times[best], 1e6 * times[default])
+
+
+def fastest(seconds: Mapping[str, float]) -> str:
+    """The name with the least time."""
+    return min(seconds, key=seconds.__getitem__)
+
+
+def measured(work: Launch, bench: ColdDevice, store: Findings, *, again: bool = False) -> Outcome:
+    """Tune one launch: compare, withdraw, time, and keep the winner in the store.
+
+    A winner that the store has already is compared and not timed, unless `again`.
+    """
+    kept = None if again else store.finding(work.entry)
+    if kept is not None and kept.us and kept.schedule in (RULE, *work.candidates):
+        found = replace(kept, schedule=work.default) if kept.schedule == RULE else kept
+        if found.schedule in _usable(work, bench, store, [found.schedule])[1]:
+            return _outcome(work, store, found, known=True)
+        # It has been withdrawn just now.
+    found = _raced(work, bench, store, work.default)
+    if found.schedule != work.default and not _holds_for_fewer(work, found.schedule, bench, store):
+        found = Winner(work.default, found.default_us, found.default_us)
+    # The rule decides by the exact rows where it did not lose.
+    kept = replace(found, schedule=RULE) if found.schedule == work.default else found
+    store.keep(work.entry, kept)
+    return _outcome(work, store, found)
+
+
+def _usable(
+    work: Launch, bench: ColdDevice, store: Findings, only: Iterable[str] = ()
+) -> tuple[tuple[Tensor, ...], dict[str, Op]]:
+    """Operands, and the candidates, or `only` some and the default, that have the default's bytes;
+    those of other bytes are withdrawn."""
+    operands, wanted = work.operands(), {work.default, *only} if only else {*work.candidates}
+    calls = [call for name, call in work.candidates.items() if name in wanted]
+    bench.prepare([partial(call, *operands) for call in calls])
+    found = compare(work, operands, wanted)
+    used = store.winner(work.entry)
+    for name, reason in found.withdrawn.items():
+        store.withdraw(of_work(work.entry, name), reason)
+        if used is not None and used.schedule == name:
+            # What was computed with it, an engine's graphs and keys, has to go.
+            audit.withdraw(of_work(work.entry, name))
+    # What was withdrawn earlier stays so, whatever it gave today.
+    return operands, {
+        name: call
+        for name, call in found.equal.items()
+        if name == work.default or not store.is_withdrawn(work.entry, name)
+    }
+
+
+def _raced(
+    work: Launch, bench: ColdDevice, store: Findings, default: str, only: Iterable[str] = ()
+) -> Winner:
+    """The winner of those that are usable; none where `default` is not."""
+    operands, usable = _usable(work, bench, store, only)
+    if default not in usable:
+        return Winner("")
+    # Timed calls may write into their operands, so all of them come after the comparisons.
+    copies = bench.copies(sum(x.nbytes for x in operands))
+    sets = [operands, *(work.operands() for _ in range(copies - 1))]
+    calls = {name: [partial(call, *own) for own in sets] for name, call in usable.items()}
+    return race(bench.timers(calls), default)
+
+
+def _holds_for_fewer(work: Launch, winner: str, bench: ColdDevice, store: Findings) -> bool:
+    """Whether the rule's own schedule for fewer rows of the bucket does not beat a winner there."""
+    fewer = work.fewer
+    if fewer is None or fewer.default == winner:
+        return True
+    return _raced(fewer, bench, store, winner, [winner]).schedule == winner
+
+
+def _outcome(work: Launch, store: Findings, found: Winner, *, known: bool = False) -> Outcome:
+    names = {name: of_work(work.entry, name) for name in work.candidates}
+    withdrawn = store.withdrawn
+    return Outcome(
+        work=work,
+        default=work.default,
+        default_us=found.default_us,
+        winner=found.schedule,
+        winner_us=found.us,
+        withdrawn={name: withdrawn[of] for name, of in names.items() if of in withdrawn},
+        known=known,
     )
-    if report.scatter > SCATTER:
-        warnings.warn(
-            f"timings scatter: half of the samples lie within {report.scatter:.0%} of their "
-            f"median, where {SCATTER:.0%} is usual. Is the GPU shared with other work? Winners are "
-            "of medians and had to win twice; tune again on an idle GPU for better ones.",
-            stacklevel=2,
-        )
-    return report
+
+
+def _finals(timers: Mapping[str, Timer], names: Iterable[str]) -> dict[str, float]:
+    least, most = FINAL_ROUNDS
+    chosen = {name: timers[name] for name in names}
+    return _medians(interleaved(chosen, seconds=FINAL_SECONDS, least=least, most=most))
+
+
+def _medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: median(values) for name, values in samples.items()}

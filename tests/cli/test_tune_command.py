@@ -9,8 +9,7 @@ from rl_consistency.cli import tune as command
 from rl_consistency.cli.main import main
 from rl_consistency.cli.tune import seconds_of
 from rl_consistency.tuning import tune as tuning
-from rl_consistency.tuning.measure import Outcome
-from rl_consistency.tuning.tune import TuningReport
+from rl_consistency.tuning.tune import Outcome, TuningReport
 from rl_consistency.verify.presets import preset_config
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rl_consistency.cli.main import main
+from rl_consistency.verify import world
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
-from rl_consistency.verify.world import cells, processes
-from rl_consistency.verify.world.cells import Outcome, control_cells
+from rl_consistency.verify.world import Outcome, control_cells
 
 ROWS = [{"step": 1, "gradient_norm": 0.5, "loss": float("nan")}]
 
@@ -30,7 +30,7 @@ def runs(monkeypatch):
             for cell in given
         ]
 
-    monkeypatch.setattr(processes, "run_cells", run_cells)
+    monkeypatch.setattr(world, "run_cells", run_cells)
     return Runs
 
 
@@ -86,8 +86,8 @@ def test_ppo_is_compared_with_ppo_and_trains_replicated_only(runs, capsys):
 
 def test_what_is_left_out_stands_in_the_table(runs, capsys, monkeypatch):
     libraries = {"fsdp2": "a_library_that_nobody_has"}
-    monkeypatch.setattr(cells, "LIBRARIES", libraries)
-    monkeypatch.setattr(cells, "REFUSED", {("replicated", "bfloat16"): "refused by design"})
+    monkeypatch.setattr(world, "LIBRARIES", libraries)
+    monkeypatch.setattr(world, "REFUSED", {("replicated", "bfloat16"): "refused by design"})
     assert main(["verify", "--world", "1,2", "--strategy", "replicated", "fsdp2"]) == 0
     text = shown(capsys)
     assert "not run fsdp2 fp32: a_library_that_nobody_has is not installed" in text

@@ -20,9 +20,6 @@ from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import make_lifelike
 from tests.comparison import first_difference
 from tests.fuzz.modifications import MODIFICATIONS
-from tests.fuzz.sparse_modifications import SPARSE_MODIFICATIONS
-
-ALL_MODIFICATIONS = [*MODIFICATIONS, *SPARSE_MODIFICATIONS]
 
 REFUSED = (ValueError, TypeError, ConsistencyError)
 
@@ -295,8 +292,8 @@ def plan_of(seed):
     """The random numbers of a case, its dtype, and its changes before and after the patch."""
     rng = random.Random(seed)
     dtype = rng.choice([torch.float32, torch.float32, torch.bfloat16])
-    before = rng.sample(ALL_MODIFICATIONS, rng.choice([0, 0, 1, 1, 1, 2]))
-    after = rng.sample(ALL_MODIFICATIONS, rng.choice([0, 0, 1]))
+    before = rng.sample(MODIFICATIONS, rng.choice([0, 0, 1, 1, 1, 2]))
+    after = rng.sample(MODIFICATIONS, rng.choice([0, 0, 1]))
     return rng, dtype, before, after
 
 

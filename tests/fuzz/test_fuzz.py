@@ -48,6 +48,6 @@ def test_without_the_inventory_the_same_oracle_finds_it_wrong(name, seed, monkey
     monkeypatch.setattr(families, "check_code", lambda config: None)
     for place in (coverage, patching):
         monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
-    (change,) = [change for change in cases.ALL_MODIFICATIONS if change.__name__ == name]
+    (change,) = [change for change in cases.MODIFICATIONS if change.__name__ == name]
     with pytest.raises(AssertionError, match="off, allowed"):
         cases.run(seed, (random.Random(seed), torch.float32, [change], []))

@@ -1,5 +1,7 @@
 """Prefill replayed from CUDA graphs, attention between them: the bytes of the same ops alone."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.verify.presets import build_preset
 from tests.gpu.test_decode_graphs_cuda import no_waiting
 from tests.rollout.device import launches
-from tests.rollout.device.launches import PLAIN, admitted, ahead, whole
+from tests.rollout.device.launches import PLAIN, admitted, whole
 
 pytestmark = pytest.mark.gpu
 
@@ -36,26 +38,8 @@ def runner_of(model, **settings):
     return launches.runner_of(model, **sizes, **settings)
 
 
-def prompts(runner, lengths, params=PLAIN):
-    return admitted(runner, lengths, params, blocks=BLOCKS, vocabulary=331)
-
-
-def prefilled(runner, lengths, params=PLAIN, cut=0):
-    """Each time: prefill, in two calls with a cut, and two decode steps that read its keys."""
-    found = []
-    for _ in range(CAPTURED_AT + 1):
-        sequences = prompts(runner, lengths, params)
-        chunks, past = whole(sequences), [s for s in sequences if s.num_tokens > cut > 0]
-        if past:
-            assert runner.launch([ScheduledChunk(s, 0, cut, False) for s in past]).wait() == []
-            chunks = [
-                ScheduledChunk(s, cut, s.num_tokens - cut, True) if s in past else chunk
-                for s, chunk in zip(sequences, chunks)
-            ]
-        steps = [runner.launch(chunks), *(runner.launch(ahead(sequences, n)) for n in (0, 1))]
-        found.append([step.wait() for step in steps])
-    assert all(each == found[0] for each in found)
-    return found[0]
+prompts = partial(admitted, blocks=BLOCKS, vocabulary=331)
+prefilled = partial(launches.prefilled, blocks=BLOCKS, vocabulary=331)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.tuning import measure
+from rl_consistency.tuning import tune as tuning
 from rl_consistency.tuning.stopwatch import ColdDevice
 from rl_consistency.tuning.tune import tune, tune_device
 
@@ -121,7 +121,7 @@ def trained(model):
 def test_a_rollout_tuned_in_its_middle_has_the_same_tokens_and_logprobs(
     small_model, dtype, monkeypatch
 ):
-    monkeypatch.setattr(measure, "FINAL_ROUNDS", (3, 3))
+    monkeypatch.setattr(tuning, "FINAL_ROUNDS", (3, 3))
     with patch(model := small_model(dtype, vocab_size=336)):
 
         def engine():

@@ -24,7 +24,7 @@ from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import DESCRIBED
 from rl_consistency.kernels.pointwise.glu import glu_fwd
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd
-from tests.kernels.attention.compile_for_sm90 import compile_only
+from tests.kernels.compile_for_sm90 import compile_only
 
 BF16 = torch.bfloat16
 WAIT = "griddepcontrol.wait"

@@ -14,6 +14,7 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.verify.presets import PRESETS, build_preset
 from tests.comparison import first_difference
+from tests.models.captured.passes import gradients as gradients_of
 
 LENGTHS = (9, 33, 21, 16)
 
@@ -34,7 +35,7 @@ def gradients(model, calls):
     for ids, options, mask in calls:
         per_token = loss(model(ids, **options).logits, ids)
         per_token[mask].sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return gradients_of(model)
 
 
 def padded(tokens, layout="left_padded"):
@@ -226,8 +227,7 @@ def test_an_addition_joined_to_the_next_norm_has_the_bytes_of_one_apart(preset, 
             model.zero_grad()
             hidden = packed_hidden_states(model, batch)
             hidden.float().sum().backward()
-            trained = ((n, p) for n, p in model.named_parameters() if p.grad is not None)
-            found[name] = {"hidden": hidden.detach(), **{n: p.grad.clone() for n, p in trained}}
+            found[name] = {"hidden": hidden.detach(), **gradients_of(model)}
             layers[0].register_forward_hook(lambda *call: None)  # from now on it is seen
     assert first_difference(found["joined"], found["apart"]) is None
 

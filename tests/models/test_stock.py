@@ -2,7 +2,6 @@
 
 import math
 import threading
-import warnings
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.models.stock import stock_captured_attention
 from rl_consistency.numerics.strict import OPS, current, strict
 from tests.models.patch.tiny_models import tiny
+from tests.models.test_modules import activation_checkpointing
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 TABLES = [[1, 0, 0], [3, 5, 0], [2, 4, 4]]
@@ -88,9 +88,7 @@ def test_one_op_or_all_on_the_stock_path_train_a_tied_model_and_the_way_back_is_
 def test_a_layer_computed_again_in_a_thread_has_the_choice_of_its_first_time(model):
     """As autograd does it on a GPU, where its threads know no `strict` block."""
     seen = []
-    with warnings.catch_warnings():  # newer transformers have another name for it
-        warnings.simplefilter("ignore", FutureWarning)
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    activation_checkpointing(model.train(), {"use_reentrant": False})
     model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(current()))
     with patch(model):
         with strict(except_={"rms_norm"}) as choice:

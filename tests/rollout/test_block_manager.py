@@ -28,16 +28,6 @@ def compute(blocks, sequence, upto=None):
     blocks.publish(sequence)
 
 
-def test_a_sequence_gets_blocks_for_all_its_known_tokens():
-    blocks = BlockManager(4, SIZE)
-    sequence = admit(blocks, list(range(9)))
-    assert len(sequence.block_table) == 3 and blocks.num_free_blocks == 1
-    blocks.release(sequence)
-    assert blocks.num_free_blocks == 4
-    assert sequence.block_table == []
-    assert sequence.token_ids == list(range(9))
-
-
 def test_matched_idle_blocks_do_not_count_as_free():
     blocks = BlockManager(3, SIZE)
     blocks.release(admit(blocks, [1] * 8))

@@ -25,21 +25,6 @@ def proposed(token_ids, most=4, **sizes):
     return list(PromptLookupDrafter(**sizes).start(token_ids).propose(most))
 
 
-def test_what_followed_the_last_tokens_before_is_proposed():
-    assert proposed([5, 6, 7, 8, 9, 5, 6], 2) == [7, 8]
-    assert proposed([5, 6, 7, 8, 9, 5, 6], 5) == [7, 8, 9, 5, 6]
-
-
-def test_a_proposal_reads_on_in_itself():
-    assert proposed([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert proposed([4, 4, 4], 3) == [4, 4, 4]
-
-
-def test_the_longest_run_counts_then_the_latest_place():
-    assert proposed([1, 2, 3, 8, 9, 2, 3, 7, 1, 2, 3], 1) == [8]
-    assert proposed([2, 3, 8, 9, 2, 3, 7, 0, 2, 3], 1) == [7]
-
-
 def test_nothing_is_proposed_where_nothing_recurs():
     assert proposed([1, 2, 3, 4]) == [] and proposed([1]) == [] and proposed([]) == []
     assert proposed([1, 2, 3, 2]) == []  # one token is too short a run

@@ -40,16 +40,6 @@ class Counting(AbstractContextManager[ProgressCallback]):
         self.events.append("exit")
 
 
-def test_a_bar_is_given_to_generate_as_it_is(tiny_qwen3):
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, width=100)
-    params = SamplingParams(n=2, max_tokens=3)
-    with patch(model := tiny_qwen3()):
-        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
-        engine.generate([[1]], params, progress=progress_bar("sampling", console=console))
-    assert "2/2" in text.getvalue() and "6 tokens" in text.getvalue()
-
-
 def test_a_block_is_left_when_the_rollout_ends_or_fails(tiny_qwen3):
     with patch(model := tiny_qwen3()):
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)

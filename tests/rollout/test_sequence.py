@@ -36,13 +36,3 @@ def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob):
     assert sequence.error is not None
     assert sequence.error.startswith("prompt 0, sample 0, position 3: the model gave a logprob")
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5], [-1.0])
-
-
-def test_a_reopened_sample_goes_on_with_the_tokens_it_had():
-    sequence = sample_of([1, 2])
-    sequence.append(5, -1.0)
-    sequence.append(6, math.nan)
-    sequence.reopen()
-    assert not sequence.is_finished and sequence.error is None
-    sequence.append(7, -2.0)
-    assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5, 7], [-1.0, -2.0])

@@ -9,7 +9,7 @@ from rl_consistency.cases.launches import Launch
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.tuning import measure
+from rl_consistency.tuning import tune as tuning
 
 
 class Candidate:
@@ -54,7 +54,7 @@ class FakeBench:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Few rounds; winners and the audit as in a new process."""
-    monkeypatch.setattr(measure, "FINAL_ROUNDS", (7, 7))
+    monkeypatch.setattr(tuning, "FINAL_ROUNDS", (7, 7))
     monkeypatch.setattr(findings_module, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     findings_module.forget_picks()

@@ -6,7 +6,7 @@ from triton.runtime.errors import OutOfResources
 
 from rl_consistency.kernels.core.findings import RULE, Winner
 from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
-from rl_consistency.tuning.measure import MARGIN, measured, race
+from rl_consistency.tuning.tune import MARGIN, measured, race
 
 ENTRY = "add/n8/m1"
 
@@ -18,15 +18,15 @@ def constant(**seconds):
 @pytest.mark.parametrize(("share", "winner"), [(MARGIN - 1e-3, "fast"), (MARGIN + 1e-3, "own")])
 def test_a_challenger_has_to_win_by_the_margin(share, winner):
     found = race(constant(own=10e-6, fast=share * 10e-6), "own")
-    assert found.winner == winner
-    assert found.winner_us <= found.default_us
+    assert found.schedule == winner
+    assert found.us <= found.default_us
 
 
 def test_a_challenger_that_was_lucky_once_has_to_win_again():
     """It is fast in the first two measurements, 3 and 7 rounds, and slow when it is confirmed."""
     times = iter([5e-6] * 10 + [15e-6] * 7)
     found = race({"own": lambda i: 10e-6, "lucky": lambda i: next(times)}, "own")
-    assert found.winner == "own" and found.winner_us == found.default_us == pytest.approx(10.0)
+    assert found.schedule == "own" and found.us == found.default_us == pytest.approx(10.0)
 
 
 def test_the_fastest_candidate_is_kept(make_work, candidate, bench, store):

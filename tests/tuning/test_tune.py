@@ -1,7 +1,4 @@
-"""The works one by one within a budget; what is left out, and what scatters, is told."""
-
-import warnings
-from itertools import cycle
+"""The works one by one within a budget; what is left out is told."""
 
 import pytest
 import torch
@@ -58,17 +55,6 @@ def test_memory_that_runs_out_leaves_one_work_out(works, bench, store, make_work
     report = tune_works([make_work({"own": exhausted}), *works], bench, store, clock=lambda: 0.0)
     assert report.left_out == {"add/n8/m1": "the GPU's memory ran out"}
     assert len(report.outcomes) == 4
-
-
-def test_scattering_times_warn(make_work, candidate, bench, store):
-    shared = candidate([5e-6, 10e-6, 20e-6])
-    with pytest.warns(UserWarning, match="Is the GPU shared with other work"):
-        tune_works([make_work({"own": shared})], bench, store, clock=lambda: 0.0)
-    steady = cycle([10e-6, 10.1e-6])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        work = make_work({"own": candidate([next(steady) for _ in range(9)])})
-        tune_works([work], bench, store, clock=lambda: 0.0, again=True)
 
 
 def test_without_write_access_winners_are_in_force_in_this_process(works, bench, tmp_path):

@@ -6,9 +6,8 @@ import torch
 from rl_consistency.cases import launches
 from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import Findings, Winner, choose
-from rl_consistency.tuning import measure
-from rl_consistency.tuning.measure import measured
-from rl_consistency.tuning.tune import tune_works
+from rl_consistency.tuning import tune as tuning
+from rl_consistency.tuning.tune import measured, tune_works
 
 SECONDS = {"own": 10e-6, "slow": 30e-6, "fast": 5e-6, "wrong": 1e-6}
 ENTRY = "add/n8/m1"
@@ -41,7 +40,7 @@ def test_the_tuner_passes_its_checks(tuned):
 
 
 def test_a_tuner_that_keeps_the_slowest_is_caught(tuned, monkeypatch):
-    monkeypatch.setattr(measure, "fastest", lambda seconds: max(seconds, key=seconds.__getitem__))
+    monkeypatch.setattr(tuning, "fastest", lambda seconds: max(seconds, key=seconds.__getitem__))
     assert not keeps_the_fastest(tuned())
 
 
@@ -59,7 +58,7 @@ def test_a_tuner_that_looks_at_the_largest_rows_only_is_caught(
         return measured(work, bench, store, again=True).winner == "own"
 
     assert runs_the_rule()
-    monkeypatch.setattr(measure, "_holds_for_fewer", lambda *_: True)
+    monkeypatch.setattr(tuning, "_holds_for_fewer", lambda *_: True)
     assert not runs_the_rule()
 
 
@@ -87,7 +86,7 @@ def test_a_cache_that_trusts_what_it_knows_is_caught(tuned, store, monkeypatch):
         blind = {name: work.candidates[name] for name in only}
         return launches.Comparison((), work.default, blind, {}, {})
 
-    monkeypatch.setattr(measure, "compare", trusting)
+    monkeypatch.setattr(tuning, "compare", trusting)
     assert not finds_the_wrong_one(tuned())
 
 

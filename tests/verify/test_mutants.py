@@ -13,8 +13,8 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.verify import claims
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.mutants.mutant import Mutant
+from rl_consistency.verify.mutants.perturbations import blockwise_attention
 from rl_consistency.verify.mutants.run import MUTANTS, mutants_on, run_controls, run_mutant
 from rl_consistency.verify.run import CHAIN_CHECKS, SCHEDULE_CHECKS, op_checks_in, process_checks
 from rl_consistency.verify.sweep import OpSetup

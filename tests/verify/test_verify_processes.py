@@ -1,14 +1,10 @@
 """Jobs of `verify` in several processes: errors, ends, and the memory they share."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +21,7 @@ from rl_consistency.verify.processes import (
 )
 from rl_consistency.verify.run import jobs_of, run_checks
 from rl_consistency.verify.targets import preset_targets
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.verify.killed import left_behind
 
 
 def test_processes_give_what_one_gives_in_the_same_order(monkeypatch):
@@ -45,43 +40,31 @@ def test_processes_give_what_one_gives_in_the_same_order(monkeypatch):
     ]
 
 
+ENDLESS = """
+import multiprocessing, os, signal, time, torch
+from contextlib import nullcontext
+from functools import partial
+from rl_consistency.verify.claims import Check
+from rl_consistency.verify.processes import Job, run_in_processes
+
+def checks():
+    body = lambda tally: tally.expect("fine", True)
+    return nullcontext([Check(claim="C1", subject="", what="", scope="", body=body)])
+
+def found(result):
+    print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    endless = Job(scope="x", memory=1, open=partial(time.sleep, 600))
+    run_in_processes([endless, Job(scope="y", open=checks)], 2, torch.device("cpu"), found)
+"""
+
+
 @pytest.mark.thorough
 def test_processes_end_with_the_one_that_began_them(tmp_path):
     """A pool's workers would wait for work for ever if theirs were killed."""
-    program = (
-        "import multiprocessing, os, signal, time, torch\n"
-        "from contextlib import nullcontext\n"
-        "from functools import partial\n"
-        "from rl_consistency.verify.claims import Check\n"
-        "from rl_consistency.verify.processes import Job, run_in_processes\n"
-        "def checks():\n"
-        "    body = lambda tally: tally.expect('fine', True)\n"
-        "    return nullcontext([Check(claim='C1', subject='', what='', scope='', body=body)])\n"
-        "def found(result):\n"
-        "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if __name__ == '__main__':\n"
-        "    endless = Job(scope='x', memory=1, open=partial(time.sleep, 600))\n"
-        "    jobs = [endless, Job(scope='y', open=checks)]\n"
-        "    run_in_processes(jobs, 2, torch.device('cpu'), found)\n"
-    )
-    (tmp_path / "program.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # To a file: a pipe would stay open for as long as a process that was left behind.
-    with (tmp_path / "pids").open("w") as file:
-        killed = subprocess.run(
-            [sys.executable, "program.py"], cwd=tmp_path, stdout=file, env=environment, timeout=120
-        )
-    assert killed.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail("still there")
-        time.sleep(0.1)
+    assert left_behind(ENDLESS, tmp_path) == []
 
 
 def test_an_error_in_another_process_is_raised_here_and_ends_what_still_runs():

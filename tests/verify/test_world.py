@@ -2,18 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from multiprocessing import active_children
-from pathlib import Path
 
 import pytest
 
+from rl_consistency.verify import world
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
-from rl_consistency.verify.world import processes
-from rl_consistency.verify.world.cells import Cell, control_cells, judge
-from rl_consistency.verify.world.processes import run_cells
+from rl_consistency.verify.world import Cell, control_cells, judge, run_cells
+from tests.verify.killed import left_behind
 
 OTHER_SUMS = {
     *("reduce-scatter", "contiguous leaves", "ranks backwards", "bf16 buckets"),
@@ -57,53 +53,33 @@ def test_a_run_whose_process_ends_is_an_error_and_the_others_go_on():
 KILLED = """
 import os, signal
 from multiprocessing import active_children
-from rl_consistency.verify.world.cells import Cell
-from rl_consistency.verify.world.processes import run_cells
+from rl_consistency.verify.world import Cell
+from rl_consistency.verify.world import run_cells
 
 def end(outcome):
     print(*(child.pid for child in active_children()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-cell = Cell(dtype="float32", strategy="replicated", micro_batch=4, world_size=2)
-run_cells([cell] * 50, steps=1, on_outcome=end)
+if __name__ == "__main__":
+    cell = Cell(dtype="float32", strategy="replicated", micro_batch=4, world_size=2)
+    run_cells([cell] * 50, steps=1, on_outcome=end)
 """
-
-
-def is_running(pid):
-    """Whether a process is there and not just waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.thorough
 def test_processes_of_a_table_end_with_the_program_that_was_killed(tmp_path):
     """They would train what is left of the table, and hold their GPUs."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    # To a file: a pipe would stay open for as long as a process that was left behind.
-    with (tmp_path / "pids").open("w") as file:
-        killed = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=file)
-    assert killed.returncode == -signal.SIGKILL
-    children = (tmp_path / "pids").read_text().split()
-    assert len(children) == 2
-    end = time.monotonic() + 10
-    while any(map(is_running, children)) and time.monotonic() < end:
-        time.sleep(0.05)
-    left = [pid for pid in children if is_running(pid)]
-    for pid in left:
-        os.kill(int(pid), signal.SIGKILL)
-    assert left == []
+    assert left_behind(KILLED, tmp_path) == []
 
 
 def test_the_hash_of_ppo_is_that_of_policy_and_critic(monkeypatch, tmp_path):
     def digest(**summary):
         found = {"parameter_digest": "aa", "consistency/tokens": 1} | summary
         found["consistency/mismatched_tokens"] = 0
-        monkeypatch.setattr(processes, "train", lambda config, announce: found)
-        return processes._outcome(cell, 1, "cpu", tmp_path)["digest"]
+        monkeypatch.setattr(world, "train", lambda config, announce: found)
+        return world._outcome(cell, 1, "cpu", tmp_path)["digest"]
 
-    monkeypatch.setattr(processes, "read_metrics", lambda file: [])
+    monkeypatch.setattr(world, "read_metrics", lambda file: [])
     cell = Cell(
         dtype="float32", strategy="replicated", micro_batch=4, world_size=1, algorithm="ppo"
     )

@@ -54,18 +54,15 @@ class RaggedCall:
     contexts: NDArray[np.int64]
     tables: list[list[int]]
     counts: NDArray[np.int64]  # rows of each chunk that samples
-    new_blocks: tuple[list[int], list[int]] = ([], [])  # see `DeviceState.cover`
 
     @classmethod
-    def of(
-        cls, chunks: Sequence[ScheduledChunk], state: DeviceState, *, most: int = 0
-    ) -> RaggedCall:
+    def of(cls, chunks: Sequence[ScheduledChunk], state: DeviceState) -> RaggedCall:
         """The call for chunks of admitted sequences; enters their new blocks in `state`."""
         sequences = [chunk.sequence for chunk in chunks]
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
         lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
         contexts = np.array([chunk.end for chunk in chunks], dtype=np.int64)
-        new_blocks = state.cover(sequences, slots, contexts, most=most)
+        state.cover(sequences, slots, contexts)
         ends = np.cumsum(lens)
         token_slots = np.repeat(slots, lens)
         positions = np.arange(len(token_slots)) + np.repeat(contexts - ends, lens)
@@ -88,7 +85,6 @@ class RaggedCall:
             contexts=contexts,
             tables=[sequence.block_table for sequence in sequences],
             counts=counts,
-            new_blocks=new_blocks,
         )
 
     @classmethod
@@ -152,7 +148,6 @@ class StaticCall:
         slot, block = state.dummy_slot, state.dummy_block
         self._padding = {
             **dict.fromkeys(("slots", "token_slots", "row_slots", "kept_in"), slot),
-            **{"cells": slot * state.block_tables.shape[1], "blocks": block},
             **{"places": block * cache.block_size, "query_len": 1, "context_len": 1},
         }
         self.load(self.filled({})[0])
@@ -183,7 +178,7 @@ class StaticCall:
 
     @property
     def values(self) -> Tensor:
-        """What the last run sampled, [2 or 4, rows] int32."""
+        """What the last run sampled, [2 or 3, rows] int64."""
         assert self._values is not None, "the call was not run"
         return self._values
 

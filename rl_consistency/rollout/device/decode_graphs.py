@@ -1,7 +1,7 @@
 """Decoding through CUDA graphs: one graph for each number of rows.
 
-A graph holds a whole decode step: table updates, the model, sampling, and the token kept for the
-next step. Rows are padded to a bucket with sequences of one token in the dummy slot.
+A graph holds a whole decode step: the model, sampling, and the token kept for the next step. Rows
+are padded to a bucket with sequences of one token in the dummy slot.
 """
 
 from __future__ import annotations
@@ -53,11 +53,6 @@ def width_for(draft: int) -> int:
     return WIDTHS[bisect_left(WIDTHS, 1 + draft)]
 
 
-def most_new_blocks(width: int, block_size: int) -> int:
-    """The most blocks that a sequence is given for one call."""
-    return -(-width // block_size)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What one graph is captured for: `rows` sequences, padding included, of `width` tokens."""
@@ -77,13 +72,10 @@ class DecodeCall(StaticCall):
 
     def __init__(self, shape: Shape, state: DeviceState, cache: KVCache, compute: Compute) -> None:
         rows, tokens = shape.rows, shape.rows * shape.width
-        updates = rows * most_new_blocks(shape.width, cache.block_size)
         of_rows = ("query_len", "token_len", "context_len")
         fields: Fields = {
             "slots": (np.int64, (rows,)),
             **dict.fromkeys(OF_TOKENS, (np.int64, (tokens,))),
-            "cells": (np.int64, (updates,)),
-            "blocks": (np.int32, (updates,)),
             **dict.fromkeys(of_rows, (np.int32, (rows,))),
         }
         if shape.shared:
@@ -116,11 +108,8 @@ class DecodeCall(StaticCall):
         `runs` say which of its sequences share keys; only a `shared` shape has room.
         """
         lens, rows = call.lens, self.shape.rows
-        cells, blocks = call.new_blocks
         numbers: dict[str, Any] = {
             "slots": call.arrays["token_slots"][np.cumsum(lens) - 1],
-            "cells": cells,
-            "blocks": blocks,
             "query_len": lens,
             "token_len": lens,
             "context_len": call.contexts,
@@ -136,10 +125,8 @@ class DecodeCall(StaticCall):
         return buffer
 
     def run(self, pieces: GraphPieces | None = None) -> None:
-        state, inputs = self._state, self.inputs
-        state.block_tables.view(-1).index_copy_(0, inputs["cells"], inputs["blocks"])
         table = self._layout.numbers.block_table
-        torch.index_select(state.block_tables, 0, inputs["slots"], out=table)
+        torch.index_select(self._state.block_tables, 0, self.inputs["slots"], out=table)
         self._sample(self._layout)
 
 
@@ -166,7 +153,7 @@ class DecodeGraphs(CallGraphs[Shape, DecodeCall]):
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
             truncates=truncates,
-            shared=shared,
+            shared=shared and rows > 1,
             context=context_bound(longest, self._capacity),
             stock=current().stock,
         )

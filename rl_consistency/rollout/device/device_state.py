@@ -90,10 +90,8 @@ class DeviceState:
         self, num_slots: int, *, width: int, block_size: int, dummy_block: int, device: torch.device
     ) -> None:
         rows = num_slots + 1
-        self.device = device
-        self.dummy_slot = num_slots
-        self.dummy_block = dummy_block
-        self._block_size = block_size
+        self.device, self._block_size = device, block_size
+        self.dummy_slot, self.dummy_block = num_slots, dummy_block
         # On the host: words are the stream key and top_k, shares temperature, top_p and min_p.
         self._words = np.zeros((KEY_WORDS + 1, rows), dtype=np.int64)
         self._shares = np.zeros((3, rows), dtype=np.float32)
@@ -110,10 +108,7 @@ class DeviceState:
         self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Write a sequence's sampling params, stream key and blocks to its slot.
-
-        Blocks found in the prefix cache are among these, so its first step may be a decode step.
-        """
+        """Write a sequence's sampling params, stream key and blocks to its slot."""
         slot, params = sequence.slot, sequence.params
         if slot is None or not 0 <= slot < self.dummy_slot:
             raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")
@@ -152,30 +147,15 @@ class DeviceState:
         sequences: Sequence[RolloutSequence],
         slots: NDArray[np.int64],
         ends: NDArray[np.int64],
-        *,
-        most: int = 0,
-    ) -> tuple[list[int], list[int]]:
-        """Enter the blocks that hold positions below `ends` [n] and are new to the tables.
-
-        Returns (cells, blocks): entries of the flattened table to write on the device, at most
-        `most` of each sequence. Where more are new the next `flush` copies the whole row instead.
-        """
-        cells: list[int] = []
-        blocks: list[int] = []
+    ) -> None:
+        """Enter the blocks that hold positions below `ends` [n] and are new to the tables."""
         needed = -(-ends // self._block_size)
-        width = self._tables.shape[1]
         for i in np.flatnonzero(needed > self._num_blocks[slots]).tolist():
             slot, count = int(slots[i]), int(needed[i])
             known = int(self._num_blocks[slot])
-            new = sequences[i].block_table[known:count]
-            self._tables[slot, known:count] = new
+            self._tables[slot, known:count] = sequences[i].block_table[known:count]
             self._num_blocks[slot] = count
-            if slot in self._stale or len(new) > most:
-                self._stale[slot] = None
-            else:
-                cells.extend(range(slot * width + known, slot * width + count))
-                blocks.extend(new)
-        return cells, blocks
+            self._stale[slot] = None
 
     def places(self, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[np.int64]:
         """Where in the cache the token at each position of each slot's sequence lies, int64."""

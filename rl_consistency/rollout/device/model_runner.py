@@ -6,7 +6,6 @@ behind it. The token that the step before samples is read on the device.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.block_manager import KVCache
 from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
-from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, most_new_blocks, width_for
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
 from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
 from rl_consistency.rollout.device.random_stream import device_uniforms
@@ -47,9 +46,9 @@ RAGGED = 0  # in place of a width: chunks that run without a graph
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
 
 SampledRows = tuple[Tensor, Sequence[int], NDArray[np.int64], NDArray[np.int64]]
-"""What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
-logprobs, in a sparse model [4, rows] with the two halves of their routing. And of each chunk: its
-index in the step, its first row, and its number of rows."""
+"""What one call sampled, [2 or 3, rows] int64 on the host: token ids, the bits of their fp32
+logprobs and, in a sparse model, their routing. And of each chunk: its index in the step, its first
+row, and its number of rows."""
 
 
 class _ReadByGraphs(NamedTuple):
@@ -79,10 +78,7 @@ class PendingStep:
             self.done.synchronize()
         sampled: dict[int, SampledTokens] = {}
         for values, indices, firsts, counts in self.calls:
-            columns = [values[0], values[1].view(torch.float32)]
-            if len(values) > 2:
-                halves = torch.stack((values[2], values[3]), dim=1)
-                columns.append(halves.view(torch.int64).flatten())
+            columns = values[0], values[1].to(torch.int32).view(torch.float32), *values[2:]
             rows = list(zip(*(column.tolist() for column in columns), strict=True))
             spans = zip(indices, firsts.tolist(), counts.tolist(), strict=True)
             sampled |= {index: rows[first : first + count] for index, first, count in spans}
@@ -90,11 +86,11 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Runs the model over a paged KV cache; reads its weights in place, call by call.
+    """Runs the model over a paged KV cache of a `size` as `cache_shape` takes it; reads its weights
+    in place, call by call.
 
     On a GPU decode chunks run through CUDA graphs, and so do other chunks where the host would take
-    longer than the device, unless `cuda_graphs` is False. Neither that nor the `size` of the cache,
-    which `KVCache.allocate` takes, moves a bit.
+    longer than the device, unless `cuda_graphs` is False. That moves no bit.
     """
 
     def __init__(
@@ -158,7 +154,7 @@ class ModelRunner:
         return self._captured_from.path[1].hooked
 
     def _read_by_graphs(self, withdrawals: int) -> _ReadByGraphs:
-        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        tensors = [*self._model.parameters(), *self._model.buffers()]
         addresses = [tensor.data_ptr() for tensor in tensors]
         return _ReadByGraphs(addresses, forward_path(self._model), withdrawals)
 
@@ -213,18 +209,14 @@ class ModelRunner:
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
-        drafts = [len(chunk.draft) for chunk in chunks]
-        if max(drafts, default=0) > MAX_DRAFT:
-            raise ValueError(f"a draft of {max(drafts)} tokens; at most {MAX_DRAFT} are verified")
-        widths = [RAGGED] * len(chunks)
-        if self.decode_graphs is not None:
-            decodes = [chunk.is_decode for chunk in chunks]
-            pairs = zip(drafts, decodes, strict=True)
-            widths = [width_for(draft) if decode else RAGGED for draft, decode in pairs]
-            widest = max(widths)
-            if sum(decodes) * widest <= MEMORY_BOUND_TOKENS:
-                # Each graph reads all weights; padding short drafts costs less than that.
-                widths = [widest if decode else RAGGED for decode in decodes]
+        if (longest := max([len(c.draft) for c in chunks], default=0)) > MAX_DRAFT:
+            raise ValueError(f"a draft of {longest} tokens; at most {MAX_DRAFT} are verified")
+        graphs = self.decode_graphs is not None
+        widths = [width_for(len(c.draft)) if graphs and c.is_decode else RAGGED for c in chunks]
+        widest = max(widths, default=RAGGED)
+        if sum(map(bool, widths)) * widest <= MEMORY_BOUND_TOKENS:
+            # Each graph reads all weights; padding short drafts costs less than that.
+            widths = [widest if width else RAGGED for width in widths]
         groups: dict[int, _Group] = {width: {} for width in sorted(set(widths))}
         for index, width in enumerate(widths):
             groups[width][index] = chunks[index]
@@ -244,7 +236,7 @@ class ModelRunner:
                 order, runs = arrangement
                 indices = [indices[i] for i in order]
         chunks = [group[index] for index in indices]
-        call = RaggedCall.of(chunks, state, most=most_new_blocks(width, self.block_size))
+        call = RaggedCall.of(chunks, state)
         shape = graphs.shape_for(
             len(chunks),
             width,
@@ -288,7 +280,7 @@ class ModelRunner:
     ) -> Tensor:
         """The model over all tokens of a call, and the sampler over its `rows`, or all without.
 
-        `inputs` are those of `RaggedCall.arrays`. Returns values [2 or 4, n], see `SampledRows`: a
+        `inputs` are those of `RaggedCall.arrays`. Returns values [2 or 3, n], see `SampledRows`: a
         token for the position after each row, which becomes the last one of the slot `kept_in`.
         """
         state, positions, rows = self._state, inputs["positions"], inputs.get("rows")
@@ -296,7 +288,7 @@ class ModelRunner:
         with recorded_routing() as record:
             hidden = paged_hidden_states(self._model, token_ids, positions, layout, rows)
         if not len(hidden):
-            return torch.empty(2, 0, dtype=torch.int32, device=self.device)
+            return torch.empty(2, 0, dtype=torch.int64, device=self.device)
         if rows is not None:
             positions = positions.index_select(0, rows)
         routing = record.fingerprints(rows)
@@ -304,8 +296,7 @@ class ModelRunner:
         params, keys = state.sampling(inputs["row_slots"], truncates=truncates)
         tokens, logprobs = sample(logits, params, device_uniforms(keys, positions + 1))
         state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
-        halves = [half for each in routing for half in each.view(-1, 1).view(torch.int32).unbind(1)]
-        return torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32), *halves])
+        return torch.stack([tokens, logprobs.view(torch.int32).long(), *routing])
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind everything queued so far; None on a CPU, where all is done."""

@@ -68,10 +68,6 @@ class RolloutBounds:
             batch_sizes=buckets_up_to(count),
         )
 
-    def decode_shape(self, graphs: DecodeGraphs, rows: int, width: int, shared: bool) -> Shape:
-        of_all = {"truncates": self.truncates, "longest": self.longest}
-        return graphs.shape_for(rows, width, shared=shared, **of_all)
-
     def covers(self, other: RolloutBounds) -> bool:
         """Whether the kernels of the other are among these."""
         sizes, others = (
@@ -215,9 +211,8 @@ class RolloutKernels:
         keys, those of such sequences, which serve others too."""
         if (graphs := self._runner.decode_graphs) is not None:
             # The largest first: the others fit in the memory it leaves.
-            for rows, width in reversed(_decode_sizes(bounds)):
-                shared = bounds.shares and rows > 1 and graphs.share_keys
-                graphs.captured(bounds.decode_shape(graphs, rows, width, shared))
+            for shape in reversed(_decode_shapes(graphs, bounds, bounds.shares)):
+                graphs.captured(shape)
 
     def _compile(self, bounds: RolloutBounds, captures: bool) -> int:
         ranks = local_ranks()
@@ -240,21 +235,22 @@ class RolloutKernels:
         for shape in prompt_shapes(bounds if graphs is None else replace(bounds, draft=0)):
             yield partial(runner.run_padding, shape, truncates)
         if graphs is not None:
-            for rows, width in _decode_sizes(bounds):
-                for shared in sorted({False, bounds.shares and graphs.share_keys}):
-                    yield partial(
-                        graphs.run_padding, bounds.decode_shape(graphs, rows, width, shared)
-                    )
+            shared = _decode_shapes(graphs, bounds, bounds.shares)
+            for shape in dict.fromkeys([*_decode_shapes(graphs, bounds, False), *shared]):
+                yield partial(graphs.run_padding, shape)
         if captures and padded is not None:
             for rows in ragged_graphs.buckets_up_to(bounds.tokens):
                 if shape := padded.shape_for(rows, 1, truncates=truncates):
                     yield partial(padded.run_padding, shape)
 
 
-def _decode_sizes(bounds: RolloutBounds) -> list[tuple[int, int]]:
-    """Numbers of sequences that decode together, and the widths of their drafts."""
+def _decode_shapes(graphs: DecodeGraphs, bounds: RolloutBounds, shared: bool) -> list[Shape]:
+    """Of all numbers of sequences that decode together, and all widths of their drafts."""
     widths = {width_for(draft) for draft in range(bounds.draft + 1)}
-    return sorted({(rows, width) for rows in bounds.batch_sizes for width in widths})
+    sizes = sorted({(rows, width) for rows in bounds.batch_sizes for width in widths})
+    kind = {"truncates": bounds.truncates, "longest": bounds.longest}
+    kind["shared"] = shared and graphs.share_keys
+    return [graphs.shape_for(rows, width, **kind) for rows, width in sizes]
 
 
 def local_ranks() -> int:

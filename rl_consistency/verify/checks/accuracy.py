@@ -109,7 +109,7 @@ def _measure(dtype: torch.dtype, case: Case) -> list[AccuracyRow]:
             pair = _error(ours[name], value), _error(stock[name], value)
             errors.setdefault(name, []).append(pair)
     known = str(torch.float32 if case.op in FP32_ONLY else dtype).removeprefix("torch.")
-    row = partial(AccuracyRow, op=case.op, dtype=known, size=case.accuracy_size)
+    row = partial(AccuracyRow, op=case.op, dtype=known, size=f"{case.count} x {case.size}")
     means = {n: [sum(side) / len(e) for side in zip(*e, strict=True)] for n, e in errors.items()}
     return [row(quantity=n, ours=ours, stock=stock) for n, (ours, stock) in means.items()]
 

@@ -24,15 +24,9 @@ from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.pointwise.rotary import rotary_table
 from rl_consistency.kernels.reduction.sums import gradient_norm, masked_mean, masked_sum
 from rl_consistency.kernels.token_logprobs.op import IGNORED
+from rl_consistency.verify import laws
 from rl_consistency.verify.checks.attention import packed
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.laws import (
-    case_cuts_alike,
-    case_rows_alike,
-    case_ways_alike,
-    misaligned,
-    parameter_of,
-)
 from rl_consistency.verify.sweep import OpSetup, padded
 
 LENGTHS = (1, 15, 16, 17, 40, 5)
@@ -42,15 +36,15 @@ LENGTHS = (1, 15, 16, 17, 40, 5)
 def check_rows(tally: Tally, setup: OpSetup, op: str) -> None:
     """C1 of an op that treats rows one by one, and of every other way to its bytes."""
     for case in CASES[op](setup):
-        case_rows_alike(tally, case, setup.rows, setup.sweep.row_counts())
-        case_ways_alike(tally, case, setup.rows)
+        laws.case_rows_alike(tally, case, setup.rows, setup.sweep.row_counts())
+        laws.case_ways_alike(tally, case, setup.rows)
 
 
 def check_fold(tally: Tally, setup: OpSetup, op: str) -> None:
     """C3 of an op's parameters."""
     for case in CASES[op](setup):
         if case.parameters and case.cuts:
-            case_cuts_alike(tally, case, setup.rows)
+            laws.case_cuts_alike(tally, case, setup.rows)
 
 
 def check_rotary(tally: Tally, setup: OpSetup) -> None:
@@ -118,7 +112,7 @@ def check_gradient_norm(tally: Tally, setup: OpSetup) -> None:
     expected = gradient_norm(gradients)
     strided = [g.repeat_interleave(2, dim=0)[::2] for g in gradients]
     tally.equal("strided storage", expected, gradient_norm(strided))
-    tally.equal("misaligned storage", expected, gradient_norm(map(misaligned, gradients)))
+    tally.equal("laws.misaligned storage", expected, gradient_norm(map(laws.misaligned, gradients)))
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
@@ -133,7 +127,7 @@ def check_lm_head_fold(tally: Tally, setup: OpSetup) -> None:
     check_fold(tally, setup, "token_logprobs")
     for case in token_logprobs_cases(setup):
         *operands, head = case.draw(setup.rows, 1)
-        weight, whole = parameter_of(head), None
+        weight, whole = laws.parameter_of(head), None
         buffer = GradientBuffer(weight)
         for chunk in (1024, 16, 48):
             weight.grad = None
@@ -164,7 +158,7 @@ def check_experts_fold(tally: Tally, setup: OpSetup) -> None:
     (case,) = experts_cases(setup)
     x, ids, weights, *drawn = case.draw(sum(LENGTHS), 4)
     dy = setup.drawn(tuple(x.shape), 9, 0.02)
-    gate_up, down = map(parameter_of, drawn)
+    gate_up, down = map(laws.parameter_of, drawn)
     buffers: Any = {"gate_up_grad": GradientBuffer(gate_up), "down_grad": GradientBuffer(down)}
     parts = [p.split(list(LENGTHS)) for p in (x, ids, weights, dy)]
     filler = (1.0, torch.arange(TOP_K), 1.0, 1.0)  # ids ascend there too

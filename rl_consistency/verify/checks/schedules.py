@@ -19,14 +19,8 @@ from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import KINDS, head_probe, sampling_in_turn
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
 from rl_consistency.kernels.attention import forward_triton as attention_triton
+from rl_consistency.kernels.attention import layout as layouts
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.layout import (
-    MOST_SHARERS,
-    AttentionLayout,
-    PackedSequences,
-    PagedAttention,
-    SharedRun,
-)
 from rl_consistency.kernels.attention.paged_cache_triton import write_cache
 from rl_consistency.kernels.attention.schedules import Cut, admits
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
@@ -47,16 +41,7 @@ from rl_consistency.kernels.sampling.op import triton_distribution
 from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
-from rl_consistency.verify.checks.attention import (
-    attention_probe,
-    cache_of,
-    cached_rows,
-    call_operands,
-    decoded,
-    of_sequences,
-    packed,
-    paged_calls,
-)
+from rl_consistency.verify.checks import attention as packing
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import launch_alike
 from rl_consistency.verify.substitution import attribute
@@ -286,21 +271,21 @@ def attention(setup: OpSetup) -> Iterator[Launch]:
     """Prefill, decode from the paged cache, and backward by every schedule."""
     tables = attention_schedules
     for shape in setup.shapes.attention:
-        samples = attention_probe(shape, LENGTHS, setup)
-        layout, qkv = packed(samples)
+        samples = packing.attention_probe(shape, LENGTHS, setup)
+        layout, qkv = packing.packed(samples)
         yield _attention_forward(shape, layout, qkv, tables.PREFILL)
         yield _attention_backward(shape, layout, qkv)
-        parts = [decoded(n)[:2] for n in LENGTHS]
-        for call in paged_calls(parts, block_size=16, **cache_of(shape, qkv[0])):
-            q, k, v = call_operands(samples, call)
+        parts = [packing.decoded(n)[:2] for n in LENGTHS]
+        for call in packing.paged_calls(parts, block_size=16, **packing.cache_of(shape, qkv[0])):
+            q, k, v = packing.call_operands(samples, call)
             write_cache(call.paged, 0, k, v)
-            given = [q, *cached_rows(call.paged, 0)]
+            given = [q, *packing.cached_rows(call.paged, 0)]
             yield _attention_forward(shape, call.paged, given, tables.DECODE + tables.PREFILL)
             yield from _shared_keys(shape, call.paged, given)
 
 
 def _attention_forward(
-    shape: Heads, layout: AttentionLayout, operands: Sequence[Tensor], table: Any
+    shape: Heads, layout: layouts.AttentionLayout, operands: Sequence[Tensor], table: Any
 ) -> Launch:
     group = shape.heads // shape.kv_heads
     few = max(layout.query_lens) * group <= 64
@@ -312,7 +297,7 @@ def _attention_forward(
         }
         settings = layout, shape.scale, shape.window
         found = attention_triton.attention_fwd(q, k, v, *settings, schedule=schedule, **dealt)
-        return tuple(of_sequences(layout, *found))
+        return tuple(packing.of_sequences(layout, *found))
 
     # Few rows may have their keys spread over several programs.
     entries = attention_schedules.forward_entries(table, operands[0].dtype)
@@ -327,7 +312,7 @@ def _attention_forward(
 
 
 def _attention_backward(
-    shape: Heads, layout: PackedSequences, operands: Sequence[Tensor]
+    shape: Heads, layout: layouts.PackedSequences, operands: Sequence[Tensor]
 ) -> Launch:
     settings, tables = (layout, shape.scale, shape.window), attention_schedules
     do, k, v = operands
@@ -346,12 +331,12 @@ def _attention_backward(
 
 
 def _shared_keys(
-    shape: Heads, paged: PagedAttention, operands: Sequence[Tensor]
+    shape: Heads, paged: layouts.PagedAttention, operands: Sequence[Tensor]
 ) -> Iterator[Launch]:
     """The call's first rows as queries of its longest sequence: keys read once, or by each."""
     q, k, v = operands
     longest = max(range(len(paged.context_lens)), key=paged.context_lens.__getitem__)
-    count, keys = min(len(q), MOST_SHARERS), paged.context_lens[longest]
+    count, keys = min(len(q), layouts.MOST_SHARERS), paged.context_lens[longest]
     alike = replace(
         paged,
         query_starts=range(count),
@@ -362,10 +347,10 @@ def _shared_keys(
     entries = [s for s in attention_schedules.SHARED if admits(s, alike, *operands)]
     if shape.window is not None or count < 2 or keys < 2 or not entries:
         return
-    layouts = [alike, replace(alike, shared_runs=[SharedRun(0, count, keys - 1)])]
+    calls = [alike, replace(alike, shared_runs=[layouts.SharedRun(0, count, keys - 1)])]
 
     def attended(choice: tuple[int, Any], q: Tensor, k: Tensor, v: Tensor) -> Any:
-        layout, options = layouts[choice[0]], {"shared_schedule": choice[1]}
+        layout, options = calls[choice[0]], {"shared_schedule": choice[1]}
         return attention_triton.attention_fwd(q, k, v, layout, shape.scale, None, **options)
 
     choices = [(0, None), *((1, s) for s in entries)]

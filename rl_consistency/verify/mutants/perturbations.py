@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.verify.checks.attention import cached_rows
-from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.mutants.mutant import mutant
 from rl_consistency.verify.substitution import attribute, substituted
 
@@ -70,6 +70,54 @@ def library_tile_for_few_rows(
     if len(a) >= 8:
         return matmul_nt(a, b, bias=bias, **options)
     return F.linear(a, b, bias).to(options.get("out_dtype", torch.float32))
+
+
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Any,
+    scale: float,
+    window: int | None,
+    *,
+    block: int = 64,
+    at_padding: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention in plain torch: online softmax over blocks of keys, sequence by sequence.
+
+    `at_padding` counts the blocks from where left padding to the call's longest sequence begins.
+    """
+    longest, group = max(layout.context_lens, default=1), q.shape[1] // k.shape[1]
+    key_rows = layout.key_rows(longest).to(q.device)
+    spans = zip(layout.query_starts, layout.query_lens, layout.context_lens, strict=True)
+    outs, stats, rows = [], [], []
+    for i, (start, count, context) in enumerate(spans):
+        first = (longest - context) % block if at_padding else 0
+        own = q[start : start + count].float().transpose(0, 1)  # [H, n, D]
+        keys, values = (
+            x[key_rows[i, :context]].float().transpose(0, 1).repeat_interleave(group, 0)
+            for x in (k, v)
+        )
+        positions = torch.arange(context - count, context, device=q.device)[:, None]
+        m = own.new_full(own.shape[:2], -torch.inf)
+        length, acc = torch.zeros_like(m), torch.zeros_like(own)
+        for begin, end in pairwise([0, *range(block - first, context, block), context]):
+            distance = positions - torch.arange(begin, end, device=q.device)
+            visible = (distance >= 0) & (distance < (window or context + 1))
+            scores = own @ keys[:, begin:end].transpose(1, 2) * scale
+            scores = scores.masked_fill(~visible, -torch.inf)
+            new_m = torch.maximum(m, scores.detach().amax(-1))
+            shift = new_m.masked_fill(new_m == -torch.inf, 0.0)
+            p, rescale = torch.exp(scores - shift[..., None]), torch.exp(m - shift)
+            length = length * rescale + p.sum(-1)
+            acc = acc * rescale[..., None] + p @ values[:, begin:end]
+            m = new_m
+        outs.append((acc / length[..., None]).transpose(0, 1).to(q.dtype))
+        stats.append((m + torch.log(length)).t().detach())
+        rows.append(torch.arange(start, start + count, device=q.device))
+    index, lse = torch.cat(rows), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    out = torch.zeros_like(q).index_copy(0, index, torch.cat(outs))
+    return out, lse.index_copy(0, index, torch.cat(stats))
 
 
 def _other_attention(attend: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -315,7 +363,7 @@ def rollout_logits_rounded(hidden: Tensor, weight: Tensor) -> Tensor:
 )
 def rollout_has_its_own_distribution(logits: Tensor, rows: Any) -> Any:
     """The rollout normalizes by a logsumexp of its own."""
-    found = distribution(logits, rows)
+    found: Any = distribution(logits, rows)
     return replace(found, log_normalizer=found.scaled.logsumexp(dim=1))
 
 

@@ -33,8 +33,8 @@ from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_f
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.verify.checks.schedules import norm_backward_entries
-from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.mutants.mutant import mutant
+from rl_consistency.verify.mutants.perturbations import blockwise_attention
 from rl_consistency.verify.substitution import substituted
 
 Launcher = Callable[..., Any]

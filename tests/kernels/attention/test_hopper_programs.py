@@ -16,6 +16,7 @@ from rl_consistency.kernels.attention.hopper.backward import (
 from rl_consistency.kernels.attention.hopper.forward import ROUND, blocks_read, dealt_tiles
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import chain_bytes
+from tests.kernels.attention.layouts import packed
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
@@ -27,10 +28,6 @@ SHAPES = [
     ([100 * i + 37 for i in range(1, 17)], 32, 8),
     ([100 * i + 37 for i in range(1, 34)], 12, 2),
 ]
-
-
-def packed(lens):
-    return PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
 
 
 def cost(entry, lens, group, keys=128, window=None):
@@ -91,8 +88,8 @@ def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence()
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("lens", [[1], [129, 0, 1], [128, 64]])
 def test_boxes_of_the_chains_are_a_tile_and_all_tiles_fit(dim, lens):
-    layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
-    chains, descriptor = empty_chains(layout, 2, dim, torch.device("cpu"))
+    layout = packed(lens)
+    chains, descriptor = empty_chains(layout, 2, dim, CPU)
     assert len(chains) % (QUERIES.value * dim // ROW.value) == 0 and chains.is_contiguous()
     assert descriptor.block_shape == [QUERIES.value * dim // ROW.value, ROW.value]
     assert descriptor.shape == list(chains.shape)

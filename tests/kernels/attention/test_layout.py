@@ -26,20 +26,21 @@ from rl_consistency.kernels.attention.schedules import (
     SPLIT_ROWS,
     pick_shared,
 )
+from tests.kernels.attention import layouts
+
+CPU = torch.device("cpu")
 
 
-def paged(**changes):
+def paged(context_lens=(5, 4), **changes):
+    """3 and 1 new queries in a cache of four blocks."""
     given = {
         "query_starts": [0, 3],
         "query_lens": [3, 1],
-        "context_lens": [5, 4],
         "block_tables": [[2, 0], [3]],
         "slot_mapping": torch.tensor([10, 11, 0, 15]),
-        "key_cache": [torch.zeros(4, 4, 1, 16)],
-        "value_cache": [torch.zeros(4, 4, 1, 16)],
-        "block_size": 4,
+        **{name: [torch.zeros(4, 4, 1, 16)] for name in ("key_cache", "value_cache")},
     }
-    return PagedAttention(**(given | changes))
+    return layouts.paged(context_lens, block_size=4, **(given | changes))
 
 
 def owners(layout, group):
@@ -82,14 +83,10 @@ def test_blocks_outside_the_window_are_left_out():
     assert full.last_block[tile] == (tile * ROW_TILE + ROW_TILE - 1) // KEY_BLOCK
 
 
-def test_packed_keys_stand_in_the_rows_of_their_queries():
+def test_keys_stand_in_the_rows_of_their_queries_or_where_the_block_table_says():
     rows = PackedSequences.of([0, 16], [2, 3]).key_rows(5)
     assert rows.tolist() == [[0, 1, 1, 1, 1], [16, 17, 18, 18, 18]]
-
-
-def test_paged_keys_stand_where_the_block_table_says():
-    rows = paged().key_rows(6)
-    assert rows.tolist() == [[8, 9, 10, 11, 0, 0], [12, 13, 14, 15, 15, 15]]
+    assert paged().key_rows(6).tolist() == [[8, 9, 10, 11, 0, 0], [12, 13, 14, 15, 15, 15]]
 
 
 def test_new_keys_are_written_to_their_slots():
@@ -119,7 +116,7 @@ def test_bad_layouts_are_refused():
 def test_tiles_of_sequences_whose_keys_fit_the_cache_are_neighbours_and_the_longest_is_first():
     lens = [300, 9000, 9000, 129, 300]
     layout = PackedSequences.of([0, 300, 9300, 18300, 18429], lens)
-    tiles = layout.tiles(torch.device("cpu"), 2, 128).tolist()
+    tiles = layout.tiles(CPU, 2, 128).tolist()
     every = [[i, row] for i, n in enumerate(lens) for row in range(0, 2 * n, 128)]
     assert sorted(tiles) == every
     # The second sequence of 9,000 begins within the first 16,384 keys; all others come after it.
@@ -129,7 +126,7 @@ def test_tiles_of_sequences_whose_keys_fit_the_cache_are_neighbours_and_the_long
 
 
 def test_key_tiles_that_most_queries_see_come_first():
-    tiles = PackedSequences.of([0, 300, 300], [300, 0, 129]).key_tiles(torch.device("cpu"), 128)
+    tiles = PackedSequences.of([0, 300, 300], [300, 0, 129]).key_tiles(CPU, 128)
     assert tiles.tolist() == [[0, 0], [0, 128], [2, 0], [0, 256], [2, 128]]
 
 
@@ -144,8 +141,6 @@ def test_sequences_whose_keys_are_all_new_are_told_from_those_with_a_past():
     assert rest.slot_mapping is layout.slot_mapping
     assert layout.by_past() is layout.by_past()
 
-
-def test_calls_of_one_kind_of_sequences_are_not_split():
     layout = paged()
     assert layout.by_past() == (None, layout)
     packed, rest = paged(context_lens=[3, 1]).by_past()
@@ -170,24 +165,18 @@ def test_what_a_layout_keeps_is_made_once():
     assert PackedSequences.of([0], [3]).kept(("own", 1), lambda: "other") == "other"
 
 
-CPU = torch.device("cpu")
-SHARED_CACHE = [torch.zeros(9, 4, 1, 16)]
 SHARED_TABLES = [[2, 0, 3], [2, 0, 4], [2, 0, 5], [7, 0, 6]]
 
 
 def sharing(*runs, **changes):
+    """1, 2, 1 and 1 new queries; the first three sequences have two blocks in common."""
     given = {
         "query_starts": [0, 1, 3, 4],
         "query_lens": [1, 2, 1, 1],
-        "context_lens": [10, 12, 9, 9],
         "block_tables": SHARED_TABLES,
         "slot_mapping": torch.zeros(5, dtype=torch.int64),
-        "key_cache": SHARED_CACHE,
-        "value_cache": SHARED_CACHE,
-        "block_size": 4,
-        "shared_runs": runs,
     }
-    return PagedAttention(**(given | changes))
+    return layouts.paged([10, 12, 9, 9], block_size=4, shared_runs=runs, **(given | changes))
 
 
 def test_a_layout_tells_the_device_which_sequences_share_keys():
@@ -206,26 +195,22 @@ def test_part_of_a_cache_block_may_be_shared():
 
 
 @pytest.mark.parametrize(
-    "run, match",
+    "runs, match",
     [
-        (SharedRun(0, 3, 9), "has 8 keys before its queries"),
-        (SharedRun(0, 2, 9), "first 3 blocks of its sequences are not the same"),
-        (SharedRun(2, 2, 4), "first 1 blocks of its sequences are not the same"),
-        (SharedRun(0, 2, 0), "there is at least one"),
-        (SharedRun(0, 1, 4), "a run has 2 to 8 of them"),
-        (SharedRun(0, 9, 4), "a run has 2 to 8 of them"),
-        (SharedRun(3, 2, 4), "in a call of 4 sequences"),
-        (SharedRun(-1, 2, 4), "in a call of 4 sequences"),
+        (((0, 2, 4), (1, 2, 4)), "is in another run too"),
+        (((0, 3, 9),), "has 8 keys before its queries"),
+        (((0, 2, 9),), "first 3 blocks of its sequences are not the same"),
+        (((2, 2, 4),), "first 1 blocks of its sequences are not the same"),
+        (((0, 2, 0),), "there is at least one"),
+        (((0, 1, 4),), "a run has 2 to 8 of them"),
+        (((0, 9, 4),), "a run has 2 to 8 of them"),
+        (((3, 2, 4),), "in a call of 4 sequences"),
+        (((-1, 2, 4),), "in a call of 4 sequences"),
     ],
 )
-def test_a_run_that_does_not_hold_is_refused(run, match):
+def test_runs_that_do_not_hold_are_refused(runs, match):
     with pytest.raises(ValueError, match=match):
-        sharing(run)
-
-
-def test_a_sequence_is_in_one_run_only():
-    with pytest.raises(ValueError, match="is in another run too"):
-        sharing(SharedRun(0, 2, 4), SharedRun(1, 2, 4))
+        sharing(*(SharedRun(*run) for run in runs))
 
 
 def test_queries_that_stand_out_of_order_are_refused():
@@ -234,20 +219,56 @@ def test_queries_that_stand_out_of_order_are_refused():
     sharing(query_starts=[3, 0, 2, 4])
 
 
+@pytest.mark.parametrize(
+    "rows, runs, likely, kv_heads, most_blocks, schedule, programs",
+    [
+        # A tile holds a run, or two tiles do.
+        (16, 64, 32, 8, 320, SHARED_LOW, 1),
+        (17, 64, 32, 8, 320, SHARED_HIGH, 1),
+        (64, 64, 32, 8, 320, SHARED_HIGH, 1),
+        # High tiles with a multiprocessor each keep more in flight.
+        (48, 64, 32, 2, 17, SHARED_DEEP, 1),
+        (32, 64, 32, 8, 17, SHARED_HIGH, 1),
+        # Programs share the keys of few runs in low tiles.
+        (16, 8, 4, 8, 320, SHARED_LOW, 4),
+        (16, 2, 1, 8, 320, SHARED_LOW, 16),
+        (32, 2, 1, 8, 320, SHARED_LOW, 8),
+        (16, 2, 1, 8, 3, SHARED_LOW, 3),
+        # They do not where their blocks would take too much memory: 364 MB.
+        (32, 8, 4, 8, 230, SHARED_LOW, 2),
+        (32, 8, 4, 8, 320, SHARED_DEEP, 1),
+    ],
+)
+def test_tiles_of_runs_and_programs_that_share_their_keys(
+    rows, runs, likely, kv_heads, most_blocks, schedule, programs
+):
+    plan = pick_shared(
+        rows, runs=runs, likely=likely, kv_heads=kv_heads, most_blocks=most_blocks, dim=128,
+        places=132,
+    )  # fmt: skip
+    assert (plan.schedule, plan.programs) == (schedule, programs)
+    assert SHARED_LOW.rows <= SPLIT_ROWS and all(s.ring % 2 == 1 for s in SHARED)
+
+
+def captured(query_len, context_len, tables, shared=None, queries=2, capacity=12):
+    starts = range(0, queries * len(query_len), queries)
+    numbers = [list(starts), query_len, context_len, tables]
+    return CapturedPagedAttention.of(
+        SequenceTables(*(torch.tensor(x, dtype=torch.int32) for x in numbers), shared),
+        queries=queries,
+        capacity=capacity,
+        slot_mapping=torch.zeros(queries * len(query_len), dtype=torch.int64),
+        key_cache=[],
+        value_cache=[],
+        block_size=4,
+    )
+
+
 def test_a_captured_layout_holds_the_device_to_the_same_promises():
     runs, keys = shared_arrays([SharedRun(1, 2, 8)], 2, 3)
     assert runs == [[1, 2, 8], [0, 0, 0]] and keys == [0, 8, 8]
     shared = SharedTables(*(torch.tensor(x, dtype=torch.int32) for x in (runs, keys)))
-    numbers = [[0, 2, 4], [1, 2, 1], [12, 11, 9], [SHARED_TABLES[3], *SHARED_TABLES[:2]]]
-    layout = CapturedPagedAttention.of(
-        SequenceTables(*(torch.tensor(x, dtype=torch.int32) for x in numbers), shared),
-        queries=2,
-        capacity=12,
-        slot_mapping=torch.zeros(6, dtype=torch.int64),
-        key_cache=SHARED_CACHE,
-        value_cache=SHARED_CACHE,
-        block_size=4,
-    )
+    layout = captured([1, 2, 1], [12, 11, 9], [SHARED_TABLES[3], *SHARED_TABLES[:2]], shared)
     assert layout.tables(CPU).shared is shared and layout.most_shared_queries() == 6
     assert layout.in_force().shared_runs == [SharedRun(1, 2, 8)]
     shared.runs[0, 0] = 0
@@ -255,84 +276,30 @@ def test_a_captured_layout_holds_the_device_to_the_same_promises():
         layout.in_force()
 
 
-def picked_shared(rows, runs, likely, most_blocks=320):
-    plan = pick_shared(
-        rows, runs=runs, likely=likely, kv_heads=8, most_blocks=most_blocks, dim=128, places=132
-    )
-    return plan.schedule.rows, plan.programs
-
-
-def test_a_tile_holds_a_run():
-    assert picked_shared(16, 64, 32) == (16, 1) and picked_shared(17, 64, 32) == picked_shared(
-        32, 64, 32
-    ) == (32, 1)
-    assert picked_shared(64, 64, 32) == (32, 1)  # two tiles
-
-
-def test_high_tiles_with_a_multiprocessor_each_keep_more_in_flight():
-    shape = {"runs": 64, "most_blocks": 17, "dim": 128, "places": 132}
-    assert pick_shared(48, likely=32, kv_heads=2, **shape).schedule == SHARED_DEEP
-    assert pick_shared(32, likely=32, kv_heads=8, **shape).schedule == SHARED_HIGH
-
-
-def test_programs_share_the_keys_of_few_runs_in_low_tiles():
-    assert picked_shared(16, 8, 4) == (16, 4) and picked_shared(16, 2, 1) == (16, 16)
-    assert picked_shared(32, 2, 1) == (16, 8) and picked_shared(16, 2, 1, most_blocks=3) == (16, 3)
-    assert SHARED_LOW.rows <= SPLIT_ROWS and all(s.ring % 2 == 1 for s in SHARED)
-
-
-def test_they_do_not_where_their_blocks_would_take_too_much_memory():
-    assert picked_shared(32, 8, 4, most_blocks=230) == (16, 2)
-    assert picked_shared(32, 8, 4) == (32, 1)  # 364 MB
-
-
-CACHE = [torch.zeros(4, 4, 1, 16)]
-
-
-def captured(query_len, context_len, tables, queries=2, capacity=12):
-    return CapturedPagedAttention.of(
-        SequenceTables(
-            torch.arange(0, queries * len(query_len), queries, dtype=torch.int32),
-            *(torch.tensor(x, dtype=torch.int32) for x in (query_len, context_len, tables)),
-        ),
-        queries=queries,
-        capacity=capacity,
-        slot_mapping=torch.zeros(queries * len(query_len), dtype=torch.int64),
-        key_cache=CACHE,
-        value_cache=CACHE,
-        block_size=4,
-    )
-
-
 def test_a_captured_layout_is_read_when_it_is_used():
     tables = [[2, 0, 3], [3, 1, 2]]
     layout = captured([1, 2], [5, 9], tables)
+    own = {"query_starts": [0, 2], "query_lens": [1, 2], "block_tables": tables, "block_size": 4}
     for contexts in ([5, 9], [7, 9]):
         layout.numbers.context_len[0] = contexts[0]
-        expected = PagedAttention(
-            query_starts=[0, 2],
-            query_lens=[1, 2],
-            context_lens=contexts,
-            block_tables=tables,
-            slot_mapping=torch.zeros(4, dtype=torch.int64),
-            key_cache=CACHE,
-            value_cache=CACHE,
-            block_size=4,
-        ).plan(2, None)
-        found = layout.plan(2, None)
+        expected, found = layouts.paged(contexts, **own).plan(2, None), layout.plan(2, None)
         assert found.query_positions[0, 0] == contexts[0] - 1
         for part in fields(expected):
             assert torch.equal(getattr(found, part.name), getattr(expected, part.name))
-    assert layout.tables(torch.device("cpu")) is layout.numbers
+    assert layout.tables(CPU) is layout.numbers
 
 
 def test_a_captured_layout_tells_the_host_upper_bounds():
     layout = captured([1, 2], [5, 9], [[2, 0, 3], [3, 1, 2]])
     assert list(layout.query_starts) == [0, 2]
     assert layout.query_lens == [2, 2] and layout.context_lens == [12, 12]
-    tiles = layout.tiles(torch.device("cpu"), 3, 4)
+    tiles = layout.tiles(CPU, 3, 4)
     assert sorted(tiles.tolist()) == [[0, 0], [0, 4], [1, 0], [1, 4]]
-    assert layout.tiles(torch.device("cpu"), 3, 4) is tiles
+    assert layout.tiles(CPU, 3, 4) is tiles
+    assert layout.by_past() == (None, layout), "only the device knows who has a past"
+    # No sequence has more queries than the cache holds.
+    layout = captured([1, 2], [5, 3], [[2, 0, 3]] * 2, queries=8, capacity=6)
+    assert layout.query_lens == [6, 6] and list(layout.query_starts) == [0, 8]
 
 
 def test_rows_behind_a_sequences_queries_are_owned_by_nobody():
@@ -340,16 +307,6 @@ def test_rows_behind_a_sequences_queries_are_owned_by_nobody():
     assert not captured([2, 2], [5, 9], [[2, 0, 3]] * 2).owns(4)
 
 
-def test_no_sequence_has_more_queries_than_the_cache_holds():
-    layout = captured([1, 2], [5, 3], [[2, 0, 3]] * 2, queries=8, capacity=6)
-    assert layout.query_lens == [6, 6] and list(layout.query_starts) == [0, 8]
-
-
 def test_a_captured_layout_whose_tables_are_too_narrow_is_refused():
     with pytest.raises(ValueError, match="contexts of up to 13 tokens but .* hold 12"):
         captured([1, 1], [5, 9], [[2, 0, 3]] * 2, capacity=13)
-
-
-def test_a_captured_layout_is_not_split_by_what_the_host_knows():
-    layout = captured([1, 2], [1, 2], [[2, 0, 3], [3, 1, 2]], capacity=2)
-    assert layout.by_past() == (None, layout)

@@ -14,11 +14,7 @@ from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper import decode
 from rl_consistency.kernels.attention.hopper.decode import REGISTERS, shared_bytes
-from rl_consistency.kernels.attention.layout import (
-    PackedSequences,
-    PagedAttention,
-    SharedRun,
-)
+from rl_consistency.kernels.attention.layout import PackedSequences, SharedRun
 from rl_consistency.kernels.attention.schedules import (
     DECODE_CROWDED,
     DECODE_DEEP,
@@ -39,6 +35,7 @@ from rl_consistency.kernels.attention.schedules import (
     seen_blocks,
     slices_for,
 )
+from tests.kernels.attention.layouts import paged
 
 MULTIPROCESSORS = 132
 SHARED, RESERVED = 228 << 10, 1 << 10
@@ -52,25 +49,15 @@ def hopper(monkeypatch):
     monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
 
 
-def paged(contexts, queries=1, head_dim=128):
-    cache = torch.empty(16, 8, head_dim, dtype=torch.bfloat16)
-    return PagedAttention(
-        query_starts=range(0, len(contexts) * queries, queries),
-        query_lens=[queries] * len(contexts),
-        context_lens=contexts,
-        block_tables=[[0] * -(-n // 16) for n in contexts],
-        slot_mapping=torch.zeros(len(contexts) * queries, dtype=torch.int64),
-        key_cache=[cache[None]],
-        value_cache=[cache[None]],
-        block_size=16,
-    )
+def call_of(contexts, queries=1, heads=32, head_dim=128, dtype=torch.bfloat16):
+    """q, k, v and the layout of a decode call."""
+    q = torch.empty(len(contexts) * queries, heads, head_dim, dtype=dtype)
+    cache = torch.empty(16, 8, head_dim, dtype=dtype)
+    return q, cache, cache, paged(contexts, queries)
 
 
-def picked(contexts, queries=1, heads=32, head_dim=128):
-    layout = paged(contexts, queries, head_dim)
-    cache = layout.key_cache[0][0]
-    q = torch.empty(len(contexts) * queries, heads, head_dim, dtype=torch.bfloat16)
-    return plan_forward(q, cache, cache, layout).schedule
+def picked(contexts, *sizes, **named):
+    return plan_forward(*call_of(contexts, *sizes, **named)).schedule
 
 
 def cut_of(contexts, **how):
@@ -156,19 +143,14 @@ def test_a_window_leaves_blocks_out_of_the_cut():
 
 
 def test_a_cut_that_would_not_be_used_is_refused():
-    layout = paged([512, 512])
-    cache = layout.key_cache[0][0]
-    q = torch.empty(2, 8, 128, dtype=torch.bfloat16)
     for choice in ({"schedule": DECODE_POINTERS}, {"programs_per_tile": 2}):
         with pytest.raises(ValueError, match="a ring of buffers needs|a cut says how many"):
-            attention_fwd(q, cache, cache, layout, 1.0, None, cut=Cut.even(16, 1), **choice)
+            plan_forward(*call_of([512, 512]), cut=Cut.even(16, 1), **choice)
 
 
 def test_plans_of_one_kernel_differ_in_what_is_no_part_of_it():
     def kernel(contexts, dtype=torch.bfloat16, queries=1):
-        layout = paged(contexts, queries)
-        cache = layout.key_cache[0][0].to(dtype)
-        return plan_forward(torch.empty(9, 32, 128, dtype=dtype), cache, cache, layout).kernel
+        return plan_forward(*call_of(contexts, queries, dtype=dtype)).kernel
 
     assert kernel([8192] * 9) == kernel([8000] * 9) == kernel([8192, 7000] * 5)
     whole, divided, sliced, both = ([300] * 9, [8192] * 9, [32768], [3000] * 72)
@@ -182,8 +164,7 @@ def test_plans_of_one_kernel_differ_in_what_is_no_part_of_it():
 
 
 def test_only_calls_that_share_keys_and_have_no_window_leave_keys_to_another_kernel():
-    layout = paged([512, 512])
-    k = layout.key_cache[0][0]
+    _, k, _, layout = call_of([512, 512])
     assert not reads_once(k, layout, None)
     shares = replace(layout, shared_runs=[SharedRun(0, 2, 256)])
     assert reads_once(k, shares, None) and not reads_once(k, shares, 100)
@@ -197,9 +178,8 @@ def test_programs_that_share_a_tile_keep_its_factors_in_tensors_of_their_own(mon
     for name in ("attention_block_kernel", "attention_combine_kernel"):
         kernel = defaultdict(lambda name=name: lambda *a, **_: launched.update({name: a}))
         monkeypatch.setattr(forward_triton, name, kernel)
-    layout = paged([1300], head_dim=32)
-    cache = torch.empty(16, 3, 32)
-    attention_fwd(torch.empty(1, 3, 32), cache, cache, layout, 1.0, None, programs_per_tile=2)
+    q, cache = torch.empty(1, 3, 32), torch.empty(16, 3, 32)
+    attention_fwd(q, cache, cache, paged([1300]), 1.0, None, programs_per_tile=2)
     operands = [x for x in launched["attention_combine_kernel"] if isinstance(x, torch.Tensor)]
     sums = [x for x in operands if x.is_floating_point()]
     assert len(sums) == 7 and all(x.data_ptr() % 16 == 0 for x in sums)
@@ -270,12 +250,10 @@ def test_the_kernel_gives_every_tile_all_of_its_programs_once(tiles, cut, monkey
     )
 
 
-@pytest.mark.parametrize(
-    "tiles, cut", [(7, Cut(8, 9)), (7, Cut(0, 6)), (7, Cut(7, 8)), (7, Cut(-1, 9))]
-)
-def test_a_cut_that_leaves_a_tile_out_is_refused(tiles, cut):
-    with pytest.raises(ValueError, match="attention: Cut"):
-        cut.check(tiles)
+def test_a_cut_that_leaves_a_tile_out_is_refused():
+    for cut in (Cut(8, 9), Cut(0, 6), Cut(7, 8), Cut(-1, 9)):
+        with pytest.raises(ValueError, match="attention: Cut"):
+            cut.check(7)
 
 
 def test_every_cut_of_the_rule_is_one():
@@ -313,6 +291,5 @@ def test_the_rule_takes_what_was_fastest_or_nearly_so_on_an_h100(tiles, blocks, 
 
 
 def test_tiles_whose_lengths_are_bounds_are_divided_only_where_the_device_would_be_idle():
-    assert chosen(152, 256, exact=False) == Cut.even(152, 1)
-    assert chosen(56, 256, exact=False) == Cut(0, 264)
-    assert chosen(330, 256, exact=False) == Cut(264, 528)
+    for tiles, cut in ((152, Cut.even(152, 1)), (56, Cut(0, 264)), (330, Cut(264, 528))):
+        assert chosen(tiles, 256, exact=False) == cut

@@ -72,14 +72,6 @@ def test_the_bytes_are_those_of_autograd(monkeypatch):
     assert len(calls) == 1
 
 
-def test_gradients_are_recorded_where_they_are_wanted():
-    weight = WEIGHT.clone().requires_grad_()
-    linear(X, weight).sum().backward()
-    assert weight.grad is not None
-    with torch.no_grad():
-        assert not linear(X, weight).requires_grad
-
-
 def test_forward_mode_and_transforms_are_refused_without_gradients_too():
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(X, torch.ones_like(X))
@@ -115,11 +107,7 @@ def test_an_op_is_dispatched_where_a_mode_looks_on():
         with Watching() as watching:
             found = embedding_fwd(ids, table)
         assert op in watching.seen
-        assert torch.equal(embedding_fwd(ids, table), found)
         assert torch.equal(embedding_fwd(token_ids=ids, weight=table), found)
-        with FakeTensorMode() as mode:
-            fake = embedding_fwd(mode.from_tensor(ids), mode.from_tensor(table))
-    assert fake.shape == found.shape
 
 
 IDS, TABLE = torch.tensor([2, 0]), torch.randn(3, 8)
@@ -166,20 +154,6 @@ def test_an_op_without_a_gradient_does_not_drop_one_silently():
     rows = embedding_fwd(torch.tensor([2, 0]), table)
     with pytest.raises(RuntimeError, match="autograd"):
         rows.sum().backward()
-
-
-def test_the_context_of_an_unrecorded_call_keeps_nothing():
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            ctx.mark_non_differentiable(x)
-            ctx.set_materialize_grads(False)
-            ctx.kept = x
-            return type(ctx)
-
-    with torch.no_grad():
-        assert autograd.apply(Probe, X) is autograd.Unrecorded
 
 
 def test_an_error_in_a_backward_function_is_told_before_its_caller_knows(monkeypatch):

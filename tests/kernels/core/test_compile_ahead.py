@@ -259,11 +259,3 @@ def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path, monke
             compile_ahead([what])
     assert not list(tmp_path.iterdir()) and not held.winners
     require_launches("outside")
-
-
-def test_a_thread_that_never_compiled_launches():
-    answers = []
-    other = Thread(target=lambda: answers.append(compiles_only()))
-    other.start()
-    other.join()
-    assert answers == [False]

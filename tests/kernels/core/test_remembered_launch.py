@@ -178,14 +178,3 @@ def test_what_is_remembered_stays_bounded(kernel, monkeypatch):
 def test_the_interpreters_kernels_stay_as_they_are():
     kernel = object()
     assert remembered(kernel) is kernel
-
-
-def test_every_argument_of_a_call_site_may_change_its_kind_and_come_back(kernel):
-    launch = remembered(kernel)
-    for _ in range(2):
-        launch[(7,)](tensor(), None, 5, BLOCK=32)
-        launch[(7,)](tensor(), tensor(), 5, BLOCK=32)
-        launch[(7,)](tensor(), tensor(16), 5, BLOCK=32)
-        launch[(7,)](tensor(), tensor(dtype=torch.bfloat16), 5, BLOCK=32)
-        launch[(7,)](tensor(), tensor(), True, BLOCK=32)
-    assert len(kernel.specialised) == len(kernel.launches) == 5

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
 
@@ -27,6 +27,21 @@ def parameters(dtype, device="cpu", experts=EXPERTS, hidden=HIDDEN, width=WIDTH)
     return found
 
 
+def everything(
+    own, x, ids, weights, gate_up, down, dy, layout, *, fresh=(True,), wide=torch.float32
+):
+    """y, dx, dweights and the gradients of gate_up and down, by `cuda` or `cpu`."""
+    y, packed, routed = own.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
+    dx, dweights, dpacked, weighted = own.experts_bwd(
+        dy, routed, weights, gate_up, down, packed, "silu"
+    )
+    folds = [torch.full(w.shape, torch.nan, dtype=wide) for w in (gate_up, down)]
+    for first in fresh:
+        own.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=first)
+        own.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=first)
+    return [y, dx, dweights, *folds]
+
+
 @dataclass
 class Step:
     """What one optimizer step computes, by sequence, and the gradients of the parameters."""
@@ -36,11 +51,8 @@ class Step:
     gradients: list[Tensor]
 
     def equals(self, other):
-        ours, theirs = (
-            [*s.outputs, *s.dx, *s.gradients]  # a list, since the number of sequences is the same
-            for s in (self, other)
-        )
-        return len(ours) == len(theirs) and all(map(same_bytes, ours, theirs))
+        ours, theirs = ([*s.outputs, *s.dx, *s.gradients] for s in (self, other))
+        return all(same_bytes(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class Block:
@@ -56,19 +68,14 @@ class Block:
         """The block on rows x; `choose` replaces expert ids."""
         router, gate_up, down = self.weights
         grads = self.buffers
-        ids, weights = route(x, router, self.top_k, normalize=self.normalize, weight_grad=grads[0])
+        ids, weights, _ = route_with_logits(
+            x, router, self.top_k, normalize=self.normalize, weight_grad=grads[0]
+        )
         ids = ids if choose is None else choose(ids)
         return experts(
-            x,
-            ids,
-            weights,
-            gate_up,
-            down,
-            layout,
-            activation="silu",
-            gate_up_grad=grads[1],
-            down_grad=grads[2],
-        )
+            *(x, ids, weights, gate_up, down, layout),
+            activation="silu", gate_up_grad=grads[1], down_grad=grads[2],
+        )  # fmt: skip
 
     def sequences(self, lengths=LENGTHS):
         """x and dy of each sequence."""

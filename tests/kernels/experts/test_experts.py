@@ -8,7 +8,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.parity.bytes import same_bytes
@@ -20,7 +20,7 @@ ROWS = 70
 def operands(dtype=torch.float32, rows=ROWS, normalize=True):
     x = probe((rows, HIDDEN), dtype, scale=0.25)
     router, gate_up, down = (w.detach() for w in parameters(dtype))
-    ids, weights = route(x, router, TOP_K, normalize=normalize)
+    ids, weights, _ = route_with_logits(x, router, TOP_K, normalize=normalize)
     return x, ids, weights, gate_up, down
 
 
@@ -94,14 +94,9 @@ def test_rows_of_a_captured_layout_are_those_that_hold_tokens():
     for tokens in (None, torch.tensor([2, 1, 1, 0, 0, 2], dtype=torch.int32)):
         numbers = SequenceTables(starts, queries, queries, table, token_len=tokens)
         layout = CapturedPagedAttention.of(
-            numbers,
-            queries=2,
-            capacity=16,
+            numbers, queries=2, capacity=16, block_size=16, key_cache=[], value_cache=[],
             slot_mapping=torch.zeros(12, dtype=torch.int64),
-            key_cache=[],
-            value_cache=[],
-            block_size=16,
-        )
+        )  # fmt: skip
         y = experts(x, ids, weights, *parameters, layout, activation="silu")
         owned = torch.arange(12) % 2 < (queries if tokens is None else tokens).repeat_interleave(2)
         assert same_bytes(y[owned], expected[owned]) and not y[~owned].any()
@@ -109,25 +104,20 @@ def test_rows_of_a_captured_layout_are_those_that_hold_tokens():
 
 def test_bad_operands_are_refused():
     x, ids, weights, gate_up, down = operands()
-    with pytest.raises(ValueError, match="do not fit each other"):
-        whole(x, ids, weights, gate_up, down[:, 1:])
-    with pytest.raises(ValueError, match="do not fit each other"):
-        whole(x, ids, weights, gate_up[:, 1:], down)
-    with pytest.raises(ValueError, match=r"they are \[rows, hidden\]"):
-        whole(x, ids, weights, gate_up[0], down)
-    with pytest.raises(TypeError, match="ids are torch.int64"):
-        whole(x, ids.long(), weights, gate_up, down)
-    with pytest.raises(TypeError, match="weights torch.float16"):
-        whole(x, ids, weights.half(), gate_up, down)
-    with pytest.raises(ValueError, match=r"for 70 rows and 8 experts"):
-        whole(x, ids[1:], weights[1:], gate_up, down)
-    with pytest.raises(ValueError, match="ids must be ascending"):
-        whole(x, ids.flip(1), weights, gate_up, down)
-    with pytest.raises(ValueError, match="from 0 to 7"):
-        whole(x, ids + 8, weights, gate_up, down)
+    for error, match, *given in (
+        (ValueError, "do not fit each other", ids, weights, gate_up, down[:, 1:]),
+        (ValueError, "do not fit each other", ids, weights, gate_up[:, 1:], down),
+        (ValueError, r"they are \[rows, hidden\]", ids, weights, gate_up[0], down),
+        (TypeError, "ids are torch.int64", ids.long(), weights, gate_up, down),
+        (TypeError, "weights torch.float16", ids, weights.half(), gate_up, down),
+        (ValueError, "for 70 rows and 8 experts", ids[1:], weights[1:], gate_up, down),
+        (ValueError, "ids must be ascending", ids.flip(1), weights, gate_up, down),
+        (ValueError, "from 0 to 7", ids + 8, weights, gate_up, down),
+        (TypeError, "down is torch.bfloat16", ids, weights, gate_up, down.bfloat16()),
+    ):
+        with pytest.raises(error, match=match):
+            whole(x, *given)
     with pytest.raises(ValueError, match="activation 'relu'; allowed: silu"):
         whole(x, ids, weights, gate_up, down, activation="relu")
-    with pytest.raises(TypeError, match="down is torch.bfloat16"):
-        whole(x, ids, weights, gate_up, down.bfloat16())
     with pytest.raises(ValueError, match="sequences up to row 71, x has 70"):
         experts(x, ids, weights, gate_up, down, PackedSequences.of([0], [71]), activation="silu")

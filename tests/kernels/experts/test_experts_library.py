@@ -9,19 +9,18 @@ from rl_consistency.kernels.core import findings as findings_module
 from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.experts import cuda, library
 from rl_consistency.kernels.experts.library import (
-    compare,
     grouped_product,
     key_of,
     library_product,
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.parity.bytes import same_bytes
 from tests.comparison import assert_within
-from tests.kernels.experts.cases import parameters
+from tests.kernels.experts.cases import everything, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
@@ -32,6 +31,13 @@ EXPERTS, HIDDEN, WIDTH, PAIRS = 4, 32, 24, 90
 def own(a, weights, layout, first):
     """The canonical schedule in the library's place."""
     return product_fwd(a, weights, layout, first, first.new_empty(len(a)), 1, False)
+
+
+def split(a, weights, layout, first):
+    """In two halves of K."""
+    inner = 2 if layout == "nt" else 1
+    halves = zip(a.split(16, 1), weights.split(16, inner), strict=True)
+    return sum(own(x, w.contiguous(), layout, first) for x, w in halves)
 
 
 @pytest.fixture
@@ -69,14 +75,9 @@ def test_a_product_in_another_order_differs_on_probe_data(layout, monkeypatch):
     key = key_of(weights, layout, PAIRS)
     assert (key.n, key.k, key.rows) == (WIDTH, HIDDEN, 128)
 
-    def split(a, weights, layout, first):
-        inner = 2 if layout == "nt" else 1
-        halves = zip(a.split(16, 1), weights.split(16, inner), strict=True)
-        return sum(own(x, w.contiguous(), layout, first) for x, w in halves)
-
     for product, differs in ((own, False), (split, True)):
         monkeypatch.setattr(library, "library_product", product)
-        assert (compare(CPU, key, PAIRS) > 0) == differs
+        assert (key.compare(CPU, PAIRS) > 0) == differs
 
 
 def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_machine, monkeypatch):
@@ -85,9 +86,7 @@ def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_mac
     key = key_of(weights, "nt", PAIRS)
 
     def by_tokens(a, weights, layout, first):
-        y = own(a, weights, layout, first)
-        halves = zip(a.split(16, 1), weights.split(16, 2), strict=True)
-        parted = sum(own(x, w.contiguous(), layout, first) for x, w in halves)
+        y, parted = own(a, weights, layout, first), split(a, weights, layout, first)
         few = first.diff() < 8
         expert = torch.searchsorted(first[1:].long(), torch.arange(len(a)), right=True)
         return torch.where(few[expert.clamp(max=EXPERTS - 1)][:, None], parted, y)
@@ -102,7 +101,7 @@ def test_a_certificate_is_made_once_and_names_the_experts(on_this_machine, monke
     weights, _ = weights_and_first()
     assert takes(weights, "nt", PAIRS)
     assert findings_of(CPU).certifies("grouped-nt-e4/bf16/bf16/plain/n24/k32/m128")
-    monkeypatch.setattr(library, "compare", lambda *a: pytest.fail("again"))
+    monkeypatch.setattr(library.GroupedKey, "compare", lambda *a: pytest.fail("again"))
     assert takes(weights, "nt", PAIRS + 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert takes(weights, "nt", PAIRS) and not takes(weights, "nt", PAIRS + 3)
@@ -149,18 +148,11 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
         w.detach() for w in parameters(torch.bfloat16, experts=8, hidden=64, width=48)
     )
     x, dy = (probe((70, 64), torch.bfloat16, i, scale=0.1) for i in range(2))
-    ids, weights = route(x, router, 3, normalize=True)
+    ids, weights, _ = route_with_logits(x, router, 3, normalize=True)
     layout = PackedSequences.of([3, 40], [33, 20])
 
     def results():
-        y, packed, routed = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
-        dx, dweights, dpacked, weighted = cuda.experts_bwd(
-            dy, routed, weights, gate_up, down, packed, "silu"
-        )
-        folds = [torch.empty(w.shape) for w in (gate_up, down)]
-        cuda.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=True)
-        cuda.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=True)
-        return [y, dx, dweights, *folds]
+        return everything(cuda, x, ids, weights, gate_up, down, dy, layout)
 
     by_library = results()
     assert audit._counts.calls == 4

@@ -158,7 +158,7 @@ def test_a_wrong_tile_is_noticed(mutant, tmp_path, monkeypatch):
     source = Path(products_triton.__file__).read_text()
     functions = (
         source.index("@triton.jit\ndef expert_tile"),
-        source.index("@triton.jit\ndef tile_in"),
+        source.index("@triton.jit\ndef operand_rows"),
     )
     source = "import triton\nimport triton.language as tl\n" + source[slice(*functions)]
     for old, new in MUTANTS[mutant].items():

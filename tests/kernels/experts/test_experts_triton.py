@@ -8,21 +8,20 @@ from rl_consistency.kernels.experts.fold_triton import (
     describes_rows,
     find_runs,
     fold_runs,
-    in_steps,
     most_steps,
     sequence_blocks,
 )
 from rl_consistency.kernels.experts.pairs_triton import (
     activate_pairs,
     expert_pairs_op,
-    gather_pairs,
+    gather_rows,
 )
 from rl_consistency.kernels.experts.products_triton import (
     described,
     gate_up_fwd,
     product_fwd,
 )
-from rl_consistency.kernels.experts.route import route
+from rl_consistency.kernels.experts.route import route_with_logits
 from rl_consistency.kernels.experts.schedules import (
     BLOCK_STEPS,
     COMBINE,
@@ -33,7 +32,7 @@ from rl_consistency.kernels.experts.schedules import (
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS
 from rl_consistency.parity.bytes import same_bytes
 from tests.comparison import assert_within
-from tests.kernels.experts.cases import TOP_K, parameters
+from tests.kernels.experts.cases import TOP_K, everything, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
@@ -49,7 +48,7 @@ def case(dtype=torch.bfloat16, skew=False):
         w.detach() for w in parameters(dtype, experts=EXPERTS, hidden=HIDDEN, width=WIDTH)
     )
     x = probe((ROWS, HIDDEN), dtype, scale=0.25)
-    ids, weights = route(x, router, TOP_K, normalize=True)
+    ids, weights, _ = route_with_logits(x, router, TOP_K, normalize=True)
     if skew:
         ids = torch.arange(1, 1 + TOP_K, dtype=torch.int32).repeat(ROWS, 1)
     return x, ids, weights, gate_up, down, PackedSequences.of(*SPANS)
@@ -141,16 +140,9 @@ def test_the_whole_op_matches_a_cpu(dtype, skew):
     dy = probe((ROWS, HIDDEN), dtype, seed=7, scale=0.1)
 
     def results(device):
-        y, packed, routed = device.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
-        dx, dweights, dpacked, weighted = device.experts_bwd(
-            dy, routed, weights, gate_up, down, packed, "silu"
-        )
         wide = torch.float64 if device is cuda and dtype == torch.float32 else torch.float32
-        folds = [torch.full(w.shape, torch.nan, dtype=wide) for w in (gate_up, down)]
-        for fresh in (True, False):
-            device.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=fresh)
-            device.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=fresh)
-        return [y, dx, dweights, *folds]
+        operands = x, ids, weights, gate_up, down, dy, layout
+        return everything(device, *operands, fresh=(True, False), wide=wide)
 
     for ours, expected in zip(results(cuda), results(cpu), strict=True):
         assert_within(ours, expected, "reduction", dtype, gradient=True)
@@ -161,15 +153,8 @@ def test_operands_of_any_strides_give_the_same_bytes():
     *given, layout = case()
     dy = probe((ROWS, HIDDEN), torch.bfloat16, seed=7, scale=0.1)
 
-    def results(x, ids, weights, gate_up, down, dy):
-        y, packed, routed = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
-        dx, dweights, dpacked, weighted = cuda.experts_bwd(
-            dy, routed, weights, gate_up, down, packed, "silu"
-        )
-        folds = [torch.empty(w.shape) for w in (gate_up, down)]
-        cuda.fold(folds[0], dpacked, x, routed, dy_by_row=False, fresh=True)
-        cuda.fold(folds[1], dy, weighted, routed, dy_by_row=True, fresh=True)
-        return [y, dx, dweights, *folds]
+    def results(*operands):
+        return everything(cuda, *operands, layout)
 
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (*given, dy)]
     spread = [t.repeat_interleave(2, dim=0)[::2] for t in (*given, dy)]
@@ -188,7 +173,7 @@ def test_operands_are_copied_in_the_order_of_the_runs(width):
     x = probe((ROWS, 2 * width), torch.bfloat16)[:, :width]
     count = int(runs.first[-1])
     for schedule in (None, *COMBINE):
-        y = in_steps(x, runs.rows, runs.first, schedule)
+        y = gather_rows(x, runs.rows, runs.first, 1, schedule)
         rows = runs.rows[:count].long()
         expected = torch.where(rows[:, None] < 0, 0.0, x[rows])
         assert same_bytes(y[:count], expected) and len(y) == len(runs.rows)
@@ -203,7 +188,7 @@ def test_a_descriptor_schedule_is_refused_where_rows_cannot_be_addressed():
     buffer = torch.zeros(EXPERTS, HIDDEN, 20)
     own = fold_candidates(torch.bfloat16, tma=True)[0]
     with pytest.raises(ValueError, match="whole 16 bytes"):
-        fold_runs(buffer, dy, x, runs, dy_by_row=True, fresh=True, schedule=own)
+        fold_runs(buffer, dy, x, *runs, dy_by_row=True, fresh=True, schedule=own)
 
 
 @pytest.mark.thorough
@@ -212,7 +197,7 @@ def test_gathered_and_activated_pairs_are_those_of_the_fused_product():
     pairs, _, first = found(ids, layout)
     count = int(first[-1])
     for schedule in COMBINE:
-        gathered = gather_pairs(x, first, pairs, TOP_K, schedule)
+        gathered = gather_rows(x, pairs, first, TOP_K, schedule)
         assert same_bytes(gathered[:count], x[pairs[:count].long() // TOP_K])
     for activation in ACTIVATIONS:
         y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True)
@@ -235,16 +220,8 @@ def test_no_rows_and_no_sequences():
     x, ids, weights, gate_up, down, _ = case()
     none = PackedSequences.of([], [])
     for rows in (0, ROWS):
-        y, packed, routed = cuda.experts_fwd(
-            x[:rows], ids[:rows], weights[:rows], gate_up, down, none, "silu", True
-        )
-        assert y.shape == (rows, HIDDEN) and not y.any()
-        dx, dweights, dpacked, weighted = cuda.experts_bwd(
-            x[:rows], routed, weights[:rows], gate_up, down, packed, "silu"
-        )
-        assert dx.shape == (rows, HIDDEN) and dweights.shape == (rows, TOP_K)
-        assert not (rows and (dx.any() or dweights.any()))
-        g = torch.full(gate_up.shape, torch.nan)
-        cuda.fold(g, dpacked, x[:rows], routed, dy_by_row=False, fresh=True)
-        assert same_bytes(g, torch.zeros(gate_up.shape))
-        cuda.fold(torch.empty(down.shape), x[:rows], weighted, routed, dy_by_row=True, fresh=True)
+        own = x[:rows], ids[:rows], weights[:rows]
+        y, dx, dweights, *folds = everything(cuda, *own, gate_up, down, own[0], none)
+        assert y.shape == dx.shape == (rows, HIDDEN) and dweights.shape == (rows, TOP_K)
+        assert not y.any() and not (rows and (dx.any() or dweights.any()))
+        assert same_bytes(folds[0], torch.zeros(gate_up.shape)) and not folds[1].any()

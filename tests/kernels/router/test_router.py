@@ -6,7 +6,6 @@ from rl_consistency.kernels.experts import route as op
 from rl_consistency.kernels.experts.route import (
     choose,
     logit_gradients,
-    route,
     route_reference,
     route_with_logits,
 )
@@ -43,7 +42,7 @@ def test_equal_experts_go_to_the_lower_id():
     x, weight = operands()
     weight[7] = weight[2]
     weight[5] = weight[1]
-    ids, _ = route(x, weight, TOP_K, normalize=True)
+    ids, *_ = route_with_logits(x, weight, TOP_K, normalize=True)
     for low, high in ((2, 7), (1, 5)):
         has_low, has_high = ((ids == e).any(dim=-1) for e in (low, high))
         assert bool((has_low | ~has_high).all()) and bool((has_low & ~has_high).any())
@@ -66,7 +65,7 @@ def test_a_logit_that_is_not_finite_fails_its_row_alone():
 @pytest.mark.parametrize("top_k", [1, EXPERTS])
 def test_one_expert_and_all_experts(top_k):
     x, weight = (t.requires_grad_() for t in operands())
-    ids, weights = route(x, weight, top_k, normalize=True)
+    ids, weights, _ = route_with_logits(x, weight, top_k, normalize=True)
     if top_k == 1:
         assert bool((weights == 1).all())
     else:
@@ -77,7 +76,7 @@ def test_one_expert_and_all_experts(top_k):
 
 def test_weights_without_a_gradient_give_zeros():
     x, weight = (t.requires_grad_() for t in operands())
-    ids, weights = route(x, weight, TOP_K, normalize=True)
+    ids, weights, _ = route_with_logits(x, weight, TOP_K, normalize=True)
     assert not ids.requires_grad and weights.requires_grad
     (weights * 0).sum().backward()
     assert not x.grad.any() and not weight.grad.any()
@@ -100,7 +99,7 @@ def test_the_logits_are_those_of_the_choice_and_have_gradients_of_their_own(dtyp
 
     ids, weights, logits = route_with_logits(x, weight, TOP_K, normalize=True)
     assert same_bytes(logits, op.matmul_nt(x, weight))
-    alone = route(x, weight, TOP_K, normalize=True)
+    alone = route_with_logits(x, weight, TOP_K, normalize=True)
     assert same_bytes(alone[0], ids) and same_bytes(alone[1], weights)
     for which in ((1, 0), (0, 1), (1, 1)):
         reference = gradients(*which, exact, torch.float64)
@@ -127,9 +126,9 @@ def test_the_gradient_of_logits_is_that_of_softmax():
 def test_bad_operands_are_refused():
     x, weight = operands()
     with pytest.raises(ValueError, match=r"router: x \(80, 95\) does not fit weight \(12, 96\)"):
-        route(x[:, 1:], weight, TOP_K, normalize=True)
+        route_with_logits(x[:, 1:], weight, TOP_K, normalize=True)
     for top_k in (0, EXPERTS + 1):
         with pytest.raises(ValueError, match=f"top_k {top_k}; 1 to 12"):
-            route(x, weight, top_k, normalize=True)
+            route_with_logits(x, weight, top_k, normalize=True)
     with pytest.raises(TypeError, match="weight is torch.bfloat16"):
-        route(x, weight.bfloat16(), TOP_K, normalize=True)
+        route_with_logits(x, weight.bfloat16(), TOP_K, normalize=True)

@@ -91,9 +91,6 @@ class RecordedPlace:
     def free(self) -> int:
         return 1 << 40
 
-    def release(self) -> None:
-        pass
-
     def leave(self) -> None:
         pass
 

@@ -84,6 +84,7 @@ def test_the_guard_looks_closer_only_after_a_change(model, monkeypatch):
     looks = Mock(side_effect=faults)
     monkeypatch.setattr(patching, "faults", looks)
     with patch(model):
+        looks.reset_mock()
         for _ in range(3):
             scores(model)
             model.train(not model.training)
@@ -114,8 +115,7 @@ def hidden_states(model):
 @pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
 @pytest.mark.parametrize("tied", ["tiny-qwen3", "tiny-llama"])
 def test_fp16_training_is_refused_before_a_gradient_is_touched(compute, tied):
-    model = build_preset(tied, torch.float16)
-    with patch(model):
+    with patch(model := build_preset(tied, torch.float16)):
         with pytest.raises(ValueError, match="float16 is not covered in training"):
             compute(model).float().sum().backward()
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,7 +1,5 @@
 """The load-balancing loss of each sequence: what it is, and that no cut moves a bit of it."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -15,6 +13,8 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
 from tests.comparison import first_difference
+from tests.models.captured.passes import gradients
+from tests.models.test_modules import activation_checkpointing
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 16, 1, 23)
 SEQUENCES = probe_tokens((9, 33, 21, 16), 331)
@@ -82,8 +82,7 @@ def balances(model, groups, layout="packed"):
         scored = token_logprobs(model, inputs, balance=True, **options)
         (scored.balance * 0.01).sum().backward()
         found.append(scored.balance.detach())
-    trained = ((name, p) for name, p in model.named_parameters() if p.grad is not None)
-    return {"": torch.cat(found)} | {name: p.grad.clone() for name, p in trained}
+    return {"": torch.cat(found)} | gradients(model)
 
 
 CUTS = ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]])
@@ -107,9 +106,7 @@ def test_a_backward_pass_of_its_own_is_a_second_one_of_the_same_forward(first):
 
     with patch(model := build_preset("tiny-qwen3-moe")):
         found = scored()
-        parts = [found.balance.sum(), found.logprobs.sum()]
-        if first == "logprobs":
-            parts.reverse()
+        parts = [found.balance.sum(), found.logprobs.sum()][:: 1 if first == "balance" else -1]
         parts[0].backward(retain_graph=True)
         with pytest.raises(ValueError, match="a second backward pass of one forward pass"):
             parts[1].backward()
@@ -144,13 +141,10 @@ def test_gradient_checkpointing_moves_no_bit_or_is_refused(use_reentrant):
     model = build_preset("tiny-qwen3-moe").train()
     with patch(model):
         expected = balances(model, [[0, 1, 2, 3]])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        activation_checkpointing(model, {"use_reentrant": use_reentrant})
         if not use_reentrant:
             assert first_difference(balances(model, CUTS[2]), expected) is None
             return
-        model.enable_input_require_grads()
         with pytest.raises(ValueError, match="use_reentrant=True, which hides the routers"):
             balances(model, [[0, 1, 2, 3]])
 

@@ -96,6 +96,12 @@ def test_a_sequence_that_is_all_prompt_scores_nothing(model):
     assert len(scored.split()[0]) == 0
 
 
+MASKED = {"prompt_lengths": None}
+BAD_MASKS = [
+    ([[False, True]] * 4, "loss_mask 0 has 2 entries for 9 tokens"),
+    ([[True] + [False] * (n - 1) for n in LENGTHS], "loss_mask 0 .* or scores the first token"),
+    ([[False] * n for n in LENGTHS[:3]], "loss_mask has 3 entries for 4 sequences"),
+]
 BAD_CALLS = [
     ({"prompt_lengths": None}, "exactly one of prompt_lengths and loss_mask"),
     ({"loss_mask": [[False]]}, "exactly one of prompt_lengths and loss_mask"),
@@ -108,6 +114,7 @@ BAD_CALLS = [
     ({"sampling": [None] * 4}, "sampling: NoneType; give SamplingParams for each"),
     ({"attention_mask": torch.ones(4, 47)}, "attention_mask goes with a padded tensor"),
     ({"sequences": [[1, 2], []]}, "cannot pack .*none may be empty"),
+    *((MASKED | {"loss_mask": mask}, message) for mask, message in BAD_MASKS),
 ]
 
 
@@ -116,20 +123,6 @@ def test_bad_calls_are_refused(model, options, message):
     given = {"sequences": sequences(model), "prompt_lengths": PROMPTS, **options}
     with pytest.raises((ValueError, TypeError), match=message):
         token_logprobs(model, **given)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        [[False, True]] * 4,
-        [[True] + [False] * (n - 1) for n in LENGTHS],
-        [[False] * n for n in LENGTHS[:3]],
-    ],
-    ids=["too short", "first token", "too few"],
-)
-def test_a_loss_mask_that_does_not_fit_is_refused(model, mask):
-    with pytest.raises(ValueError, match=r"loss_mask (0|has 3) .*entries for (9 tokens|4 seq)"):
-        token_logprobs(model, sequences(model), loss_mask=mask)
 
 
 @pytest.mark.parametrize("entry", [0.25, -100, 2, float("nan")])

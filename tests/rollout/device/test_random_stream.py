@@ -62,11 +62,6 @@ def test_philox_gives_the_published_known_answers():
     np.testing.assert_array_equal(philox(counters, keys), outputs)
 
 
-def test_a_uniform_is_53_bits_of_the_first_two_words():
-    expected = ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
-    assert uniforms([0], [0], [0], [0])[0] == expected
-
-
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

@@ -157,27 +157,6 @@ def test_shapes_stay_within_the_bounds_and_continue_a_past(sizes):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        RaggedShape(queries=5, sampled=2),
-        RaggedShape(sequences=3, queries=2, past=17, sampled=6),
-        RaggedShape(queries=1, past=40),
-    ],
-)
-def test_a_call_of_padding_touches_no_sequence(model, shape):
-    runner = ModelRunner(model, block_size=4, num_blocks=20, max_num_seqs=3)
-    caches = [*runner._cache.keys, *runner._cache.values]
-    state = runner._state
-    before = [cache[:-1].clone() for cache in caches], state.last_tokens[:-1].clone()
-    call = RaggedCall.padding(shape, state, 4)
-    assert len(call.arrays["token_ids"]) == shape.sequences * shape.queries
-    assert runner._run(call, truncates=False).shape == (2, shape.sampled)
-    assert all(cache[:-1].equal(old) for cache, old in zip(caches, before[0]))
-    assert state.last_tokens[:-1].equal(before[1])
-    assert not state._stale
-
-
 def test_layers_that_differ_in_what_they_launch_are_kinds_of_their_own(model):
     layers = model.model.layers
     assert next(index for index, _ in decoder._one_of_each_kind(layers)) == 0
@@ -299,7 +278,7 @@ def test_stock_attention_gathers_nothing_while_kernels_compile(model, monkeypatc
         runner._run(call, truncates=False)
 
 
-def list_of(model, sampling, monkeypatch, **settings):
+def list_of(model, sampling, **settings):
     """The calls of a warm-up, as on a GPU."""
     engine = engine_of(model, max_batch_tokens=40, **settings)
     kernels, runner = engine._kernels, engine._runner
@@ -308,8 +287,8 @@ def list_of(model, sampling, monkeypatch, **settings):
     return runner, kernels._calls(kernels.bounds(sampling, None, 64), captures=True)
 
 
-def test_the_list_runs_as_it_is_and_touches_no_sequence(model, monkeypatch):
-    runner, calls = list_of(model, SamplingParams(top_k=3, n=2), monkeypatch)
+def test_the_list_runs_as_it_is_and_touches_no_sequence(model):
+    runner, calls = list_of(model, SamplingParams(top_k=3, n=2))
     kept = [*(c[:-1] for c in (*runner._cache.keys, *runner._cache.values))]
     before = [*(x.clone() for x in kept)], runner._state.last_tokens[:-1].clone()
     with torch.no_grad():

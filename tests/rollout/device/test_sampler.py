@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
-from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.sampler import inverse_cdf, sample
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -76,22 +75,6 @@ def test_a_row_does_not_depend_on_its_neighbours():
     for i in range(32):
         alone = sample(logits[i : i + 1], sampling_rows([params[i]]), u[i : i + 1])
         assert alone[0].equal(token_ids[i : i + 1]) and alone[1].equal(logprobs[i : i + 1])
-
-
-def test_the_cumulative_sum_is_the_same_in_any_order_of_addition():
-    weights = (probe_logits(4, 5000).softmax(-1).double() * sampler._UNIT).long()
-    whole = weights.cumsum(-1)
-    halves = weights[:, :2500].cumsum(-1)
-    later = weights[:, 2500:].cumsum(-1) + halves[:, -1:]
-    assert whole.equal(torch.cat([halves, later], dim=-1))
-
-
-def test_an_fp32_cumulative_sum_would_depend_on_the_order_of_addition():
-    """Negative control of the test above."""
-    weights = probe_logits(4, 5000).softmax(-1)
-    halves = weights[:, :2500].cumsum(-1)
-    later = weights[:, 2500:].cumsum(-1) + halves[:, -1:]
-    assert not weights.cumsum(-1).equal(torch.cat([halves, later], dim=-1))
 
 
 def test_greedy_takes_the_lowest_id_among_equal_maxima():

@@ -48,16 +48,9 @@ def tiny_model(dtype):
     return model.to(dtype).eval()
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def session(request):
-    model = tiny_model(request.param)  # the session itself holds no strong reference
-    with patch(model) as live:
-        yield live
-
-
 @pytest.fixture
-def fp32_session():
-    model = tiny_model(torch.float32)
+def session():
+    model = tiny_model(torch.float32)  # the session itself holds no strong reference
     with patch(model) as live:
         yield live
 
@@ -101,25 +94,25 @@ def test_a_window_and_biases_decode_to_the_bytes_of_training(family, option):
     assert logprob_bytes(tight) == [part.numpy().tobytes() for part in recomputed]
 
 
-def test_a_tiny_cache_preempts_and_a_shared_prompt_is_found(fp32_session):
-    engine = engine_of(fp32_session.model, num_kv_blocks=22)
+def test_a_tiny_cache_preempts_and_a_shared_prompt_is_found(session):
+    engine = engine_of(session.model, num_kv_blocks=22)
     run(engine)
     assert engine.stats.preemptions > 0
     assert engine.stats.prefix_hit_tokens > 0
-    roomy = engine_of(fp32_session.model)
+    roomy = engine_of(session.model)
     run(roomy)
     # Two siblings and both samples of the second prompt find 36 tokens; the others share nothing.
     assert roomy.stats.preemptions == 0
     assert roomy.stats.prefix_hit_tokens == 4 * 36
-    unshared = engine_of(fp32_session.model, enable_prefix_sharing=False)
+    unshared = engine_of(session.model, enable_prefix_sharing=False)
     completions = run(unshared)
     assert (unshared.stats.preemptions, unshared.stats.prefix_hit_tokens) == (0, 0)
     assert unshared.stats.prefill_tokens == sum(len(PROMPTS[c.prompt_index]) for c in completions)
     assert unshared.stats.decode_tokens == sum(len(c.token_ids) for c in completions)
 
 
-def test_completions_come_in_order_and_end_for_a_reason(fp32_session):
-    completions = run(engine_of(fp32_session.model))
+def test_completions_come_in_order_and_end_for_a_reason(session):
+    completions = run(engine_of(session.model))
     names = [(c.prompt_index, c.sample_index) for c in completions]
     assert names == [(p, s) for p, params in enumerate(SAMPLING) for s in range(params.n)]
     for c in completions:
@@ -134,8 +127,8 @@ def test_completions_come_in_order_and_end_for_a_reason(fp32_session):
             assert len(c.token_ids) == params.max_tokens
 
 
-def test_eos_stops_unless_ignored_and_may_be_several_or_none(fp32_session):
-    model, params = fp32_session.model, SamplingParams(n=4, max_tokens=30, seed=1)
+def test_eos_stops_unless_ignored_and_may_be_several_or_none(session):
+    model, params = session.model, SamplingParams(n=4, max_tokens=30, seed=1)
     free = RolloutEngine(model, eos_token_id=None).generate([SHARED], params)
     assert {c.finish_reason for c in free} == {"length"}
     eos = [free[0].token_ids[3], free[1].token_ids[5]]
@@ -149,34 +142,34 @@ def test_eos_stops_unless_ignored_and_may_be_several_or_none(fp32_session):
     assert content(ignored) == content(free)
 
 
-def test_changed_weights_are_used_at_once_and_no_cached_key_survives(fp32_session):
-    engine = engine_of(fp32_session.model)
+def test_changed_weights_are_used_at_once_and_no_cached_key_survives(session):
+    engine = engine_of(session.model)
     before = content(run(engine))
     with torch.no_grad():
-        fp32_session.model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+        session.model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
     after = run(engine)
     assert content(after) != before
-    assert content(after) == content(run(engine_of(fp32_session.model)))
-    recomputed = training_logprobs(fp32_session.model, after)
+    assert content(after) == content(run(engine_of(session.model)))
+    recomputed = training_logprobs(session.model, after)
     assert logprob_bytes(after) == [part.numpy().tobytes() for part in recomputed]
 
 
-def test_progress_counts_every_token_and_sample(fp32_session):
+def test_progress_counts_every_token_and_sample(session):
     calls = []
-    engine = engine_of(fp32_session.model, max_num_seqs=2)
+    engine = engine_of(session.model, max_num_seqs=2)
     completions = engine.generate(PROMPTS, SAMPLING, progress=lambda *counts: calls.append(counts))
     assert calls == sorted(calls) and len(calls) == engine.stats.steps + 1  # the last report
     assert calls[-1] == (sum(len(c.token_ids) for c in completions), 9, 9)
 
 
-def test_no_prompts_give_no_completions(fp32_session):
-    assert engine_of(fp32_session.model).generate([], SamplingParams()) == []
+def test_no_prompts_give_no_completions(session):
+    assert engine_of(session.model).generate([], SamplingParams()) == []
 
 
 # Negative controls: each breaks one promise and must be seen by the checks above.
 
 
-def test_a_random_stream_keyed_by_batch_row_is_caught(fp32_session, monkeypatch):
+def test_a_random_stream_keyed_by_batch_row_is_caught(session, monkeypatch):
     def by_slot(self, sequence):
         kept = sequence.prompt_id, sequence.sample_index
         assert sequence.slot is not None
@@ -186,16 +179,16 @@ def test_a_random_stream_keyed_by_batch_row_is_caught(fp32_session, monkeypatch)
 
     admit = model_runner.ModelRunner.admit
     monkeypatch.setattr(model_runner.ModelRunner, "admit", by_slot)
-    one, many = (content(run(engine_of(fp32_session.model, max_num_seqs=n))) for n in (1, 32))
+    one, many = (content(run(engine_of(session.model, max_num_seqs=n))) for n in (1, 32))
     assert one != many
 
 
-def test_a_stock_decode_is_caught(fp32_session, monkeypatch):
+def test_a_stock_decode_is_caught(session, monkeypatch):
     def stock_hidden_states(model, input_ids, position_ids, paged, wanted):
         """Hugging Face's own forward over each chunk, its cache rebuilt from the known tokens."""
         rows = []
         new = list(input_ids.split([chunk.length for chunk in current_chunks]))
-        with fp32_session.stock():
+        with session.stock():
             for chunk, own in zip(current_chunks, new, strict=True):
                 past = torch.tensor([chunk.sequence.token_ids[: chunk.start]])
                 cache = model.model(past).past_key_values if chunk.start else None
@@ -212,21 +205,21 @@ def test_a_stock_decode_is_caught(fp32_session, monkeypatch):
 
     monkeypatch.setattr(model_runner.ModelRunner, "launch", remember)
     monkeypatch.setattr(model_runner, "paged_hidden_states", stock_hidden_states)
-    completions = run(engine_of(fp32_session.model))
-    recomputed = training_logprobs(fp32_session.model, completions)
+    completions = run(engine_of(session.model))
+    recomputed = training_logprobs(session.model, completions)
     for sampled, again in zip(completions, recomputed, strict=True):
         torch.testing.assert_close(sampled.token_logprobs, again, atol=1e-3, rtol=0)
     assert logprob_bytes(completions) != [part.numpy().tobytes() for part in recomputed]
 
 
-def test_logprobs_rounded_to_bf16_are_caught(fp32_session, monkeypatch):
+def test_logprobs_rounded_to_bf16_are_caught(session, monkeypatch):
     exact = model_runner.next_token_logits
     monkeypatch.setattr(
         model_runner, "next_token_logits", lambda *args: exact(*args).bfloat16().float()
     )
-    completions = run(engine_of(fp32_session.model))
+    completions = run(engine_of(session.model))
     sampled = [c for c in completions if c.prompt_index == 0]
-    recomputed = training_logprobs(fp32_session.model, sampled)
+    recomputed = training_logprobs(session.model, sampled)
     assert logprob_bytes(sampled) != [part.numpy().tobytes() for part in recomputed]
 
 

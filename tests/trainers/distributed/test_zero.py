@@ -17,7 +17,7 @@ from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import strategy, zero
 from rl_consistency.verify.mutants.sums import LowPrecision
-from rl_consistency.verify.world.cells import RELEASED
+from rl_consistency.verify.world import RELEASED
 from tests.trainers.distributed.runs import LEAVES, digest_of, digests
 from tests.trainers.distributed.test_replicated import EVERYTHING, resumed
 

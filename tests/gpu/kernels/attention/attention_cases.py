@@ -7,18 +7,13 @@ import torch
 
 from rl_consistency.cases.probe import probe
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.layout import (
-    PackedSequences,
-    PagedAttention,
-)
-from rl_consistency.kernels.attention.op import (
-    attention_paged,
-    attention_varlen,
-)
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.checks.attention import SCORE_SCALE
+from tests.kernels.attention import layouts
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,16 +134,23 @@ def cached_keys(case, block_size=BLOCK):
 
 def paged_layout(spans, key_cache, value_cache, table):
     lens = [end - start for start, end in spans]
-    return PagedAttention(
+    return layouts.paged(
+        [end for _, end in spans],
         query_starts=[sum(lens[:i]) for i in range(len(lens))],
         query_lens=lens,
-        context_lens=[end for _, end in spans],
         block_tables=[table] * len(spans),
-        slot_mapping=torch.zeros(sum(lens), dtype=torch.int64, device=DEVICE),
-        key_cache=[key_cache],
-        value_cache=[value_cache],
-        block_size=key_cache.shape[1],
+        **of_cache(sum(lens), key_cache, value_cache),
     )
+
+
+def of_cache(rows, key_cache, value_cache):
+    """The fields of a layout that say where keys and values lie; no new ones are written."""
+    return {
+        "slot_mapping": torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        "key_cache": [key_cache],
+        "value_cache": [value_cache],
+        "block_size": key_cache.shape[1],
+    }
 
 
 def paged(case, spans, keys=None, **choice):

@@ -10,7 +10,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.experts.route import choose_fwd, route
+from rl_consistency.kernels.experts.route import choose_fwd, route_with_logits
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.experts.cases import (
@@ -44,7 +44,7 @@ def case(dtype=torch.bfloat16, choice="own"):
     router, gate_up, down = (w.detach() for w in parameters(dtype, DEVICE, **sizes))
     # The output goes with the square of x and must not overflow in fp16.
     x = probe((ROWS, HIDDEN), dtype, scale=0.01 if dtype == torch.float16 else 0.05).to(DEVICE)
-    ids, weights = route(x, router, TOP_K, normalize=True)
+    ids, weights, _ = route_with_logits(x, router, TOP_K, normalize=True)
     each = torch.arange(TOP_K, device=DEVICE)
     if choice == "alike":
         ids = (each + 3).expand(ROWS, TOP_K).to(torch.int32).contiguous()

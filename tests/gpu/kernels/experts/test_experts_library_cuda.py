@@ -6,7 +6,7 @@ import torch
 from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.kernels.core.findings import findings_of
 from rl_consistency.kernels.experts import library
-from rl_consistency.kernels.experts.library import compare, key_of, takes
+from rl_consistency.kernels.experts.library import key_of, takes
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.numerics.settings import numeric_settings
@@ -36,7 +36,7 @@ def test_the_library_has_our_bytes(experts, n, k, layout):
     for pairs in (100, 2048, 16384):
         key = key_of(weights, layout, pairs)
         assert (key.n, key.k) == (n, k)
-        assert compare(DEVICE, key, pairs) == 0
+        assert key.compare(DEVICE, pairs) == 0
 
 
 def test_a_step_by_the_library_has_the_bytes_of_a_step_without(monkeypatch):
