@@ -43,20 +43,17 @@ def group_advantages(
             f"the rewards must be a positive multiple of group_size {group_size}, got {len(values)}"
         )
     groups = (values[i : i + group_size] for i in range(0, len(values), group_size))
-    advantages = [value for group in groups for value in _center_and_scale(group, kind, eps)]
+    advantages: list[float] = []
+    for group in groups:
+        mean = math.fsum(group) / len(group)
+        # The rounded mean of equal numbers need not be that number; no residue may be a signal.
+        equal = min(group) == max(group)
+        centered = [0.0 if equal else value - mean for value in group]
+        if kind == "grpo" and not equal:
+            std = math.sqrt(math.fsum(value * value for value in centered) / (group_size - 1))
+            centered = [value / (std + eps) for value in centered]
+        advantages += centered
     return torch.tensor(advantages, dtype=torch.float32)
-
-
-def _center_and_scale(group: list[float], kind: AdvantageKind, eps: float) -> list[float]:
-    # The rounded mean of equal numbers need not be that number; no residue may pass for a signal.
-    if min(group) == max(group):
-        return [0.0] * len(group)
-    mean = math.fsum(group) / len(group)
-    centered = [value - mean for value in group]
-    if kind == "dr_grpo":
-        return centered
-    std = math.sqrt(math.fsum(value * value for value in centered) / (len(group) - 1))
-    return [value / (std + eps) for value in centered]
 
 
 def generalized_advantages(

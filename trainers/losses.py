@@ -107,11 +107,7 @@ L = TypeVar("L", bound=ClippedLoss)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossOutput(ClippedLoss):
-    """The loss of a policy.
-
-    Example: at the first update every ratio is exactly 1 and nothing is clipped. The loss of two
-    tokens with advantage 0.5 and weights 0.5 is then ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
-    """
+    """The loss of a policy."""
 
     logprobs: Tensor
     """fp32, those of the batch."""

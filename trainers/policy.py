@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained, parse_json_object
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -110,23 +110,21 @@ def build_model(
     return model
 
 
-def check_balance(model: PreTrainedModel, coefficient: float) -> None:
-    """PolicyError where the load of experts is to be balanced in a model without a sparse layer."""
+def check_policy(config: RunConfig, model: PreTrainedModel) -> None:
+    """PolicyError where a recipe has a stop token that is none of the model's, or balances the load
+    of experts in a model without a sparse layer."""
+    vocab_size, coefficient = model.config.vocab_size, config.algorithm.balance_coefficient
+    if outside := [token for token in config.sampling.stop_token_ids if token >= vocab_size]:
+        raise PolicyError(
+            f"rollout.sampling.stop_token_ids: {outside[0]} is outside the policy's vocabulary of "
+            f"{vocab_size}"
+        )
     classes = mixins(model.config)
     if coefficient and all(classes.get(type(m)) is not CanonicalMoEBlock for m in model.modules()):
         raise PolicyError(
             f"algorithm.balance_coefficient {coefficient}: this {model.config.model_type} policy "
             "has no sparse layer, so no experts to balance: set it to 0, or take a mixture of "
             "experts"
-        )
-
-
-def check_stop_tokens(sampling: SamplingParams, vocab_size: int) -> None:
-    """PolicyError for a stop token that is none of the model's."""
-    if outside := [token for token in sampling.stop_token_ids if token >= vocab_size]:
-        raise PolicyError(
-            f"rollout.sampling.stop_token_ids: {outside[0]} is outside the policy's vocabulary of "
-            f"{vocab_size}"
         )
 
 
@@ -147,11 +145,6 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             "generation_config.json or the tokenizer"
         )
     return tuple(sorted(set(ids)))
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """The longest sequence, in tokens, that the positions of `model` allow."""
-    return int(model.config.max_position_embeddings)
 
 
 def read_config(directory: Path) -> PreTrainedConfig:

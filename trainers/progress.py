@@ -24,8 +24,8 @@ class Progress:
     compiles: bool = False
     """Whether the first step also compiles kernels and captures graphs, on a GPU."""
     listener: Callable[[str], None] | None = None
-    starting: Callable[[str], None] | None = None
-    """Called with the phases before the first step."""
+    starts: Callable[[str], None] = lambda phase: None
+    """Called with each phase before the first step; "" after the last one."""
     clock: Callable[[], float] = perf_counter
     notice: str = ""
     """A text that is told with all that follows."""
@@ -33,11 +33,6 @@ class Progress:
     _timed: int = 0
     _step: int = 0
     _since: float = 0.0
-
-    def starts(self, phase: str) -> None:
-        """A phase before the first step; "" after the last one."""
-        if self.starting is not None:
-            self.starting(phase)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

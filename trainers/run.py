@@ -22,7 +22,7 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
+from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
@@ -34,12 +34,7 @@ from rl_consistency.trainers.launch import (
     threads,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import (
-    check_balance,
-    check_stop_tokens,
-    context_length,
-    load_policy,
-)
+from rl_consistency.trainers.policy import check_policy, load_policy
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -71,8 +66,12 @@ from rl_consistency.trainers.run_directory.inputs import (
     reward_digests,
     settings,
 )
-from rl_consistency.trainers.run_directory.step_files import StepFiles
-from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
+from rl_consistency.trainers.run_directory.step_files import (
+    StepFiles,
+    passed,
+    summary_of,
+    write_summary,
+)
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
@@ -81,9 +80,13 @@ from rl_consistency.trainers.tracking import (
     take_steps,
     trackers_of,
 )
-from rl_consistency.trainers.warm_start import targets_of, warm_start
+from rl_consistency.trainers.warm_start import warm_start
 
 Announce = Callable[[str], None]
+
+
+def quiet(line: str) -> None:
+    """Tells nobody."""
 
 
 def train(
@@ -93,7 +96,7 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     announce: Announce = print,
-    starting: Announce | None = None,
+    starting: Announce = quiet,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
@@ -120,7 +123,7 @@ def train(
         world = join(config)
         stack.enter_context(world.naming_others(f"a gather or a sum of {config.training.strategy}"))
         first = world.rank == 0
-        announce = announce if first else RunOutput(lambda line: None)
+        announce = announce if first else RunOutput(quiet)
         require_same_facts(world, common_settings(config) | given, when="before anything is read")
         if world.size > 1 and not config.consistency.ordered:
             announce(f"not ordered: the weights depend on the number of processes, {world.size}")
@@ -138,7 +141,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, starting if first else None)
+            run = _Run(config, announce, stack, world, starting if first else quiet)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
@@ -164,31 +167,34 @@ class _Run:
         announce: RunOutput,
         stack: ExitStack,
         world: World,
-        starting: Announce | None,
+        starting: Announce,
     ):
         self.began = time.perf_counter()
         self.config, self.directory = config, config.run.output_dir
         self.announce, self.stack = announce, stack
         self.world, self.first = world, world.rank == 0
         compiles, steps = config.run.device == "cuda", config.training.steps
-        self.progress = progress = Progress(steps, compiles=compiles, starting=starting)
+        self.progress = progress = Progress(steps, compiles=compiles, starts=starting)
         check_canonical(config)
         source = config.policy.path or config.policy.hub
         progress.starts(f"loading the weights of {source}" if source else "building the policy")
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
-        check_balance(self.model, config.algorithm.balance_coefficient)
+        check_policy(config, self.model)
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
-        vocab_size = self.model.config.vocab_size
-        check_stop_tokens(config.sampling, vocab_size)
         progress.starts("reading the data")
-        limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
+        sizes = self.model.config
+        limits = {"context_length": sizes.max_position_embeddings, "vocab_size": sizes.vocab_size}
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
         if told := overlong_told(config, self.train_set, self.eval_set):
             announce(told)
-        self.warm_start_targets = targets_of(config, self.train_set, self.tokenizer, **limits)
+        if config.warm_start.steps:
+            targets = encode_targets(self.train_set, self.tokenizer, **limits)
+            batch = min(config.warm_start.batch_size, len(targets))
+            config.consistency.gradient_leaves.parts(batch)
+            self.warm_start_targets = targets
         self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.reference_digest: str | None = None

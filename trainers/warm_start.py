@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,22 +10,9 @@ from torch import Tensor
 from rl_consistency.kernels.reduction.sums import masked_sum
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
-from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder
-from rl_consistency.trainers.data.prompts import PromptSet, encode_targets
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.strategy import Strategy
-
-
-def targets_of(
-    config: RunConfig, train: PromptSet, tokenizer: Any, **limits: int
-) -> list[list[int]]:
-    """What a recipe's warm start imitates, as `encode_targets` gives it; [] if there is none."""
-    if not config.warm_start.steps:
-        return []
-    targets = encode_targets(train, tokenizer, **limits)
-    config.consistency.gradient_leaves.parts(min(config.warm_start.batch_size, len(targets)))
-    return targets
 
 
 def warm_start(

@@ -310,16 +310,11 @@ class ForwardPlan:
     """How a ring leaves keys that sequences share to another kernel; None: it reads all keys."""
 
     @property
-    def divided(self) -> int:
-        """Tiles of a ring that several programs share."""
-        return 0 if self.cut is None else self.tiles - self.cut.whole
-
-    @property
     def kernel(self) -> Hashable:
         """What tells compiled kernels apart. For the same operands and window, plans with equal
         ones launch the same kernels, on layouts that are not captured and share no keys."""
         if self.cut is not None:
-            dealt = self.cut.whole > 0, self.divided > 0, self.slices
+            dealt = self.cut.whole > 0, self.tiles > self.cut.whole, self.slices
             return self.schedule, self.stored, dealt
         if self.programs > 1:
             return self.schedule, self.stored, scanned(self.most_blocks)

@@ -39,7 +39,7 @@ from rl_consistency.kernels.experts.schedules import (
     most_tiles,
     pick_product,
 )
-from rl_consistency.kernels.matmul.product_triton import launch_options, tile_position
+from rl_consistency.kernels.matmul.product_triton import GROUP_M, tile_position
 from rl_consistency.kernels.matmul.schedules import Schedule
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu_tile
 from rl_consistency.kernels.reduction.tree_fold_triton import matrix_step, no_steps
@@ -254,8 +254,10 @@ def _launch(
         a, *a_descs, weights, *b_descs, c, packed, first, pairs, tiles_m, n, k, experts,
         a.stride(0), stride_e, stride_k, stride_n, TOP_K=top_k, BY_ROW=by_row, NT=layout == "nt",
         GATED=product == "gate_up", ACTIVATION=activation, BLOCK_E=block_experts(experts),
-        STAGES=short.stages, TALL_M=tall.block_m, TALL_N=tall.block_n, TALL_K=tall.block_k,
-        TALL_STAGES=tall.stages, OVERLAP=overlap, launch_pdl=overlap, **launch_options(short),
+        BLOCK_M=short.block_m, BLOCK_N=short.block_n, BLOCK_K=short.block_k, STAGES=short.stages,
+        TALL_M=tall.block_m, TALL_N=tall.block_n, TALL_K=tall.block_k, TALL_STAGES=tall.stages,
+        GROUP_M=GROUP_M, OVERLAP=overlap, launch_pdl=overlap, num_warps=short.warps,
+        num_stages=short.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.compile_ahead import compiles_only, require_launches
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
-from rl_consistency.kernels.core.findings import DTYPE_NAMES, Findings, findings_of
+from rl_consistency.kernels.core.findings import DTYPE_NAMES, findings_of
 from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.core.torch_op import PLAIN
 from rl_consistency.kernels.matmul import audit
@@ -138,23 +138,18 @@ def certified(device: torch.device, key: Key, m: int) -> bool:
     held, capturing = findings_of(device), torch.cuda.is_current_stream_capturing()
     if not capturing and not _to_the_row.get() and held.certifies(key.name):
         return True
-    rows = [] if capturing else to_compare(held, key, m)
-    if rows and (held.certificate(key.name) or _has_room(device, key)):
+    found, rows = held.certificate(key.name), []
+    if found is None and not capturing and not held.refuses(key.name):
+        rows = key.sample(m) if _has_room(device, key) else []
+    elif found is not None and not capturing and held.certifies(key.name):
+        rows = [m] if m not in found.rows else []
+    if rows:
         require_launches("a certificate")
         held.certify(key.name, sum(key.compare(device, count) for count in rows), rows)
     found = held.certificate(key.name)
     if found is None or not held.certifies(key.name):
         return False
     return not capturing or m in found.rows
-
-
-def to_compare(held: Findings, key: Key, m: int) -> list[int]:
-    """The numbers of rows that are compared before the library computes `m` rows."""
-    found = held.certificate(key.name)
-    if found is None:
-        return [] if held.refuses(key.name) else key.sample(m)
-    exact = _to_the_row.get() and held.certifies(key.name)
-    return [m] if exact and m not in found.rows else []
 
 
 def product(

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         from rl_consistency.trainers.run import train
         from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
         from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
-        from rl_consistency.trainers.run_directory.summary import passed
+        from rl_consistency.trainers.run_directory.step_files import passed
 
     console = Console(quiet=not is_first_process())
     config = load_config(find_recipe(args.recipe), args.overrides)

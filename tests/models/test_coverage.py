@@ -48,9 +48,7 @@ class Adapter(nn.Linear):
     pass
 
 
-@pytest.mark.parametrize(
-    "place", ["model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj", "lm_head"]
-)
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.up_proj", "lm_head"])
 def test_an_adapter_anywhere_is_unsupported(place):
     model = build_preset("tiny-llama")
     model.set_submodule(place, Adapter(96, 96))

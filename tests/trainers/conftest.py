@@ -10,7 +10,11 @@ from typing import ClassVar
 import pytest
 
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.sections import BuildSection
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run import train
+from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 TOY_REWARDS = """
@@ -97,6 +101,18 @@ class TinyRun:
             if path.is_file()
         }
 
+    def checkpoints(self, name="run"):
+        """The names of the complete checkpoints, oldest first."""
+        return [path.name for path in list_checkpoints(self.directory / name / "checkpoints")]
+
+    def save_model(self, *, seed=2, tokenizer=None, **sizes):
+        """Saves a model with its tokenizer; the changes of the recipe that take it."""
+        tokenizer, directory = tokenizer or byte_tokenizer(), self.directory / "model"
+        build = BuildSection(**RECIPE["policy"]["build"] | sizes)
+        build_model(build, tokenizer, seed=seed).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return {"policy.build": None, "policy.path": str(directory), "tokenizer.kind": "auto"}
+
     def tree(self, **changes):
         """The recipe with `section.key` values changed; None removes a key."""
         tree = copy.deepcopy(RECIPE)
@@ -120,6 +136,13 @@ class TinyRun:
         config = self.config(**changes)
         summary = train(config, resume=resume, overwrite=overwrite, announce=announce)
         return summary, read_metrics(config.run.output_dir / "metrics.jsonl")
+
+    def refused(self, error, match, **given):
+        """A run that is refused, and leaves every file of the one that is there as it was."""
+        before = self.files()
+        with pytest.raises(error, match=match):
+            self(**given)
+        assert self.files() == before
 
     def of_its_own(self, name, **changes):
         """The same in a directory of its own."""

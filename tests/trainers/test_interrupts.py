@@ -21,7 +21,6 @@ from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards import compute
 from rl_consistency.trainers.rewards.compute import compute_rewards
 from rl_consistency.trainers.rewards.function import RewardFunction, resolve
-from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")
@@ -124,8 +123,7 @@ def test_a_signal_ends_a_run_after_a_checkpoint_and_the_command_that_continues_i
     done = subprocess.run(command, cwd=tiny_run.directory, **given)
     told = "SIGINT: finishing and saving this step; again: end now\n"
     assert (done.returncode, done.stderr) == (130, f"{told}error: interrupted\n")
-    (saved,) = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
-    assert saved.name == "step_000002"
+    assert tiny_run.checkpoints() == ["step_000002"]
     command = shlex.split(done.stdout.splitlines()[-1])
     recipe = str(tiny_run.directory / "recipe.yaml")
     assert command == ["rl-consistency", "train", recipe, "--set", "run.seed=4", "--resume"]
@@ -166,19 +164,17 @@ def test_a_run_without_checkpoints_writes_one_only_when_a_signal_ends_it(tiny_ru
         patched.setattr(run._Run, "step", interrupted)
         changed = tiny_run.tree()["training"] | {"steps": 2, "save_every": None}
         tiny_run(training=changed)
-    saved = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
-    assert [path.name for path in saved] == ["step_000001"] * ends
+    assert tiny_run.checkpoints() == ["step_000001"] * ends
     if ends:  # what continues it does not leave the newest checkpoint behind its last step
         tiny_run(training=changed, resume=True)
-        saved = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
-        assert saved[-1].name == "step_000002"
+        assert tiny_run.checkpoints()[-1] == "step_000002"
 
 
 def test_a_second_signal_ends_a_run_at_once(signalled, tiny_run, capfd):
     assert main(signalled("SIGTERM", times=2)) == 143
     shown = capfd.readouterr()
     assert "SIGTERM: finishing" in shown.err and "To continue" not in shown.out
-    assert list_checkpoints(tiny_run.directory / "run" / "checkpoints") == []
+    assert tiny_run.checkpoints() == []
 
 
 def test_a_signal_that_a_launcher_repeats_is_one():

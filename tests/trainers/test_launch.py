@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -78,55 +77,36 @@ def test_several_processes_are_refused(launched, variables, message):
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 4, "OMPI_COMM_WORLD_SIZE=4: .* not MPI"),
         (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, 4, "started one: on a CPU set ACCELERATE_USE"),
         (TWO | {"ACCELERATE_MIXED_PRECISION": "bf16"}, 4, "--mixed_precision bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 1, "--mixed_precision bf16: policy.dtype"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 1, "steps 4: training.micro_batch_size"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, "--dynamo_backend inductor"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "on"}, 1, "MEGATRON_LM: .* tensor, pipeline, context"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "1"}, 1, "PARALLELISM_CONFIG: .* tensor, pipeline"),
+        ({"ACCELERATE_USE_CPU": "garbage"}, 1, "ACCELERATE_USE_CPU garbage: .* true or false"),
+        ({"ACCELERATE_USE_CPU": ""}, 1, "ACCELERATE_USE_CPU : .* true or false"),
+        ({"ACCELERATE_TORCH_DEVICE": "cuda:0"}, 1, "ACCELERATE_TORCH_DEVICE cuda: .* run.device"),
     ],
 )
-def test_processes_that_cannot_train_are_refused(launched, variables, leaves, message):
+def test_processes_and_settings_that_cannot_train_are_refused(launched, variables, leaves, message):
     launched(**variables)
     with pytest.raises(ValueError, match=message):
         check_launch(recipe(leaves))
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("size", "micro_batch", "message"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "--mixed_precision bf16: policy.dtype"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "steps 4: training.micro_batch_size"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--dynamo_backend inductor"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "on"}, "MEGATRON_LM: .* tensor, pipeline, context"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "1"}, "PARALLELISM_CONFIG: .* tensor, pipeline"),
-        ({"ACCELERATE_USE_CPU": "garbage"}, "ACCELERATE_USE_CPU garbage: .* true or false"),
-        ({"ACCELERATE_USE_CPU": ""}, "ACCELERATE_USE_CPU : .* true or false"),
-        ({"ACCELERATE_TORCH_DEVICE": "cuda:0"}, "ACCELERATE_TORCH_DEVICE cuda: .* run.device cpu"),
+        ("5", 64, "and each of 5 processes .* at most 52 per leaf. Start fewer"),
+        ("300", 1, "and .* 256 sequences cannot be cut into 300 leaves"),
     ],
 )
-def test_a_setting_that_a_run_does_not_follow_is_refused(launched, variables, message):
-    launched(**variables)
-    with pytest.raises(ValueError, match=message):
-        check_launch(recipe())
-
-
-@pytest.mark.parametrize(
-    ("size", "overrides", "message"),
-    [
-        (
-            "5",
-            ["training.micro_batch_size=64"],
-            "and each of 5 processes .* at most 52 per leaf. Start fewer",
-        ),
-        (
-            "300",
-            ["training.micro_batch_size=1"],
-            "and .* 256 sequences cannot be cut into 300 leaves",
-        ),
-    ],
-)
-def test_without_an_order_the_processes_are_the_leaves(launched, size, overrides, message):
-    unordered = recipe(1, "consistency.ordered=false", *overrides)
+def test_without_an_order_the_processes_are_the_leaves(launched, size, micro_batch, message):
+    changes = ["consistency.ordered=false", f"training.micro_batch_size={micro_batch}"]
     launched(WORLD_SIZE="4", LOCAL_RANK="0", RANK="0")
-    check_launch(unordered)
+    check_launch(recipe(1, *changes))
     launched(WORLD_SIZE=size)
     with pytest.raises(ValueError, match=f"consistency.ordered is false, {message}"):
-        check_launch(unordered)
+        check_launch(recipe(1, *changes))
 
 
 def test_shards_need_no_launcher(tiny_run):
@@ -160,13 +140,8 @@ def test_a_timeout_reaches_every_group_of_processes(tiny_run, monkeypatch):
         monkeypatch.setattr(launch, name, Spy(real, given))
     summary, _ = tiny_run(**{"run.collective_timeout": 7, "training.steps": 1})
     assert given == [timedelta(seconds=7)] * 2
-    found = {key: summary[key] for key in ("strategy", "processes", "gradient_leaves", "ordered")}
-    assert found == {
-        "strategy": "replicated",
-        "processes": 1,
-        "gradient_leaves": 1,
-        "ordered": True,
-    }
+    found = tuple(summary[key] for key in ("strategy", "processes", "ordered"))
+    assert found == ("replicated", 1, True)
 
 
 class Spy:
@@ -239,19 +214,6 @@ def test_what_accelerate_launch_is_told_reaches_the_check(tmp_path, options, mes
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode != 0
     assert all(message in done.stderr for message in messages), done.stderr
-
-
-def test_the_steps_are_read_from_the_line_of_the_launcher(launched, monkeypatch):
-    launched(**ACCELERATE)
-    line = ["sh", "-c", "echo; read _", "launch", "--gradient_accumulation_steps"]
-    for steps, refusal in (("1", nullcontext()), ("4", pytest.raises(ValueError, match="steps 4"))):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen([*line, steps], **pipes) as launcher:
-            launcher.stdout.readline()  # its line stands in /proc
-            monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
-            with refusal:
-                check_launch(recipe())
-            launcher.communicate(b"\n")
 
 
 @pytest.mark.thorough

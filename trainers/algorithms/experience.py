@@ -8,12 +8,9 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_consistency.rollout.completion import Completion
-from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
-from rl_consistency.trainers.config.learning_sections import AlgorithmSection
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
 
@@ -57,23 +54,6 @@ def rollout_metrics(
         "completion/cut_fraction": cut / len(completions),
         **{f"reward/{name}": fmean(values) for name, values in rewards.by_function.items()},
     }
-
-
-def shaped_rewards(
-    completions: Sequence[Completion],
-    rewards: Rewards,
-    algorithm: AlgorithmSection,
-    longest: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Rewards [S] fp32 after what the algorithm does to samples cut at `longest` tokens, and which
-    samples it keeps."""
-    shaped, keep = torch.tensor(rewards.total, dtype=torch.float32), None
-    if algorithm.overlong == "penalty":
-        lengths = [len(c.token_ids) for c in completions]
-        shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
-    elif algorithm.overlong == "mask":
-        keep = overlong_mask([c.finish_reason for c in completions])
-    return shaped, keep
 
 
 def samples_of(

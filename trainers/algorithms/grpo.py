@@ -31,12 +31,11 @@ from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import group_advantages
+from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.algorithms.experience import (
     Experience,
     rollout_metrics,
     samples_of,
-    shaped_rewards,
 )
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
@@ -55,8 +54,8 @@ from rl_consistency.trainers.losses import (
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards.compute import Rewards, agreed_rewards, compute_rewards
-from rl_consistency.trainers.rewards.function import RewardFunction
+from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
+from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
@@ -101,6 +100,8 @@ class GRPOTrainer:
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
         self._micro_batch_size = config.training.micro_batch_size
+        packed = config.training.layout == "packed"
+        self._layout: Layout = "packed" if packed else "right_padded"
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self.weights_digest = self._common_digest("before the first step")
 
@@ -117,10 +118,10 @@ class GRPOTrainer:
         self._passed: Counter[str] = Counter()
         with self._timed("rollout"):
             index, completions = self._roll_out(step)
-        statistics = self.engine.stats
+        used = self.engine.stats
         metrics, experience = self._experience(step, index, completions)
         # How the engine was used. Like times, these may differ between runs with equal tokens.
-        metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
+        metrics |= {f"time/rollout_{name}": getattr(used, name) for name in ENGINE_METRICS}
         metrics |= self._learn(experience)
         with whole_weights(self.model):
             self.weights_digest = self._common_digest(f"after step {step}")
@@ -175,7 +176,8 @@ class GRPOTrainer:
             )
 
     def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
-        """Reward functions see a whole batch in logical order, and run once."""
+        """Reward functions see a whole batch in logical order, and run once, on rank 0; what fails
+        there is a RewardError on all ranks."""
         self.progress("rewards", 0, 0)
         score = partial(
             compute_rewards,
@@ -185,7 +187,10 @@ class GRPOTrainer:
             token_ids=[completion.token_ids for completion in completions],
             timeout=self.config.reward.timeout,
         )
-        return agreed_rewards(self.ranks.world, score)
+        try:
+            return self.ranks.world.from_first("rewards", score)
+        except ValueError as error:
+            raise RewardError(str(error)) from error.__cause__
 
     def _experience(
         self, step: int, index: list[int], completions: list[Completion]
@@ -208,8 +213,13 @@ class GRPOTrainer:
         rewards = self._rewards(examples, completions)
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
-        longest = self._sampling.max_tokens
-        shaped, keep = shaped_rewards(completions, rewards, self.config.algorithm, longest)
+        algorithm, longest = self.config.algorithm, self._sampling.max_tokens
+        shaped, keep = torch.tensor(rewards.total, dtype=torch.float32), None
+        if algorithm.overlong == "penalty":
+            lengths = [len(c.token_ids) for c in completions]
+            shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
+        elif algorithm.overlong == "mask":
+            keep = overlong_mask([c.finish_reason for c in completions])
         metrics |= rollout_metrics(completions, rewards)
         experience = Experience(sequences, prompt_lengths, old_logprobs, keep)
         if self.reference is not None:
@@ -356,10 +366,6 @@ class GRPOTrainer:
                 lambda group: self._forward(model, experience, group).split(),
             )
         return self.ranks.shared_tensors("scored logprobs", found)
-
-    @property
-    def _layout(self) -> Layout:
-        return "packed" if self.config.training.layout == "packed" else "right_padded"
 
     def _told(self, what: str, method: Callable[..., Metrics], *given: Any) -> Metrics:
         """What a method of the hook returns: an error on one rank is one on all."""

@@ -59,7 +59,10 @@ class PPOTrainer(GRPOTrainer):
             values = self._values(experience, self._own, self._micro_batch_size, self._layout)
         again = partial(self._values, experience, self._own[::-1], CHECK_SIZE, "left_padded")
         metrics = self._told("the values", self.hook.on_values, values, again)
-        kl = self._kl(experience)
+        kl = [[0.0] * length for length in experience.lengths]
+        if (reference := experience.reference_logprobs) is not None:
+            pairs = zip(experience.old_logprobs, reference, strict=True)
+            kl = [(a.double() - b.cpu().double()).tolist() for a, b in pairs]
         coefficient = self.config.algorithm.kl_coefficient
         given = [part.tolist() for part in values]
         factors = {"gamma": self._ppo.gamma, "gae_lambda": self._ppo.gae_lambda}
@@ -79,14 +82,6 @@ class PPOTrainer(GRPOTrainer):
         experience.advantages, experience.values = [_fp32(part) for part in advantages], values
         experience.returns = [_fp32(part) for part in returns]
         return metrics
-
-    def _kl(self, experience: Experience) -> list[list[float]]:
-        """The log-ratio of each token to the reference; zeros without one."""
-        old, reference = experience.old_logprobs, experience.reference_logprobs
-        if reference is None:
-            return [[0.0] * length for length in experience.lengths]
-        pairs = zip(old, reference, strict=True)
-        return [(a.double() - b.cpu().double()).tolist() for a, b in pairs]
 
     @torch.no_grad()
     def _values(

@@ -5,6 +5,7 @@ They are `run`, `consistency`, `tracking`, `policy`, `tokenizer`, `data` and `re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    WrapValidator,
     model_validator,
 )
 
@@ -48,13 +50,10 @@ def _computable(value: float) -> float:
     return value
 
 
-def _not_empty(value: Any) -> Any:
+def _local(value: Any, to_path: Callable[[Any], Path]) -> Path:
     if isinstance(value, str) and not value.strip():
         raise ValueError("the path is empty: name a file or directory, '.' for the current one")
-    return value
-
-
-def _absolute(path: Path) -> Path:
+    path = to_path(value)
     try:
         absolute = path.expanduser().absolute()
         str(absolute).encode("utf-8")
@@ -74,7 +73,7 @@ PositiveOrZero = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
+LocalPath = Annotated[Path, WrapValidator(_local)]
 
 
 def require_one(**choices: Any) -> None:

@@ -31,6 +31,7 @@ def load_prompts(
     if config.data.chat_template:
         require_template(tokenizer)
         train, evaluation = ([templated(e, tokenizer) for e in s] for s in (train, evaluation))
+    adds = config.data.add_special_tokens and not config.data.chat_template
     encode = partial(
         encode_prompt,
         encode=_encoder(tokenizer, vocab_size),
@@ -38,7 +39,7 @@ def load_prompts(
         max_tokens=config.rollout.sampling.max_tokens,
         context_length=context_length,
         overlong=config.data.overlong_prompts,
-        leading=leading_tokens(tokenizer, train) if _adds_special_tokens(config) else (),
+        leading=leading_tokens(tokenizer, train) if adds else (),
     )
 
     def encoded(examples: list[Example]) -> PromptSet:
@@ -65,11 +66,9 @@ def load_prompts(
 def overlong_told(config: RunConfig, train: PromptSet, evaluation: PromptSet | None) -> str | None:
     """How many prompts did not fit, and what was done to them; None where all fitted."""
     counts = {"training": train.overlong, "evaluation": evaluation.overlong if evaluation else 0}
-    found = [f"{count} {name} prompts" for name, count in counts.items() if count]
-    done = {"drop": "dropped", "truncate": "cut from the left"}
-    if not found:
-        return None
-    return f"{' and '.join(found)} are too long: {done[config.data.overlong_prompts]}"
+    found = " and ".join(f"{count} {name} prompts" for name, count in counts.items() if count)
+    done = {"drop": "dropped", "truncate": "cut from the left"}.get(config.data.overlong_prompts)
+    return f"{found} are too long: {done}" if found else None
 
 
 def leading_tokens(tokenizer: Any, examples: Sequence[Example]) -> list[int]:
@@ -87,10 +86,6 @@ def leading_tokens(tokenizer: Any, examples: Sequence[Example]) -> list[int]:
         if plain:
             return next(found, [])
     return []
-
-
-def _adds_special_tokens(config: RunConfig) -> bool:
-    return config.data.add_special_tokens and not config.data.chat_template
 
 
 def encode_targets(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.distributed.world import World
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.interrupts import interrupts_heard
@@ -62,14 +61,6 @@ def compute_rewards(
             f"the weighted rewards add up to {total[wrong[0]]} for {batch.sample(wrong[0])}"
         )
     return Rewards(total, by_function)
-
-
-def agreed_rewards(world: World, compute: Callable[[], Rewards]) -> Rewards:
-    """The rewards that rank 0 computes, on every rank; RewardError on all of them if it fails."""
-    try:
-        return world.from_first("rewards", compute)
-    except ValueError as error:
-        raise RewardError(str(error)) from error.__cause__
 
 
 class TimeIsUp(BaseException):

@@ -36,10 +36,8 @@ def gsm8k(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> l
     The final number is the first one after the last `####`, or without that mark the last number.
     `1,234`, `$1234` and `1234.0` are equal. An answer without a number is a ValueError.
     """
-    scores = []
-    for completion, answer in zip(completions, answers, strict=True):
-        scores.append(float(final_number(completion) == reference_number(answer)))
-    return scores
+    pairs = zip(completions, answers, strict=True)
+    return [float(final_number(c) == reference_number(a)) for c, a in pairs]
 
 
 def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
@@ -127,7 +125,7 @@ class RewardFunction:
         if self.name in BUILT_IN:
             return ""
         named = self.name.partition(":")[0], getattr(self.function, "__module__", None)
-        return _place(error, [module for module in named if isinstance(module, str)])
+        return _place(error, *(module for module in named if isinstance(module, str)))
 
 
 def resolve(name: str) -> RewardCallable:
@@ -149,7 +147,7 @@ def resolve(name: str) -> RewardCallable:
     except BaseException as error:  # the module is others' code, as in _call
         if not isinstance(error, KeyboardInterrupt):
             problem = f"reward function {name!r}: cannot import {module_name!r}: {one_line(error)}"
-            problem += _place(error, [module_name])
+            problem += _place(error, module_name)
             missing = isinstance(error, ImportError)
             remedy = "; install it or put its folder on PYTHONPATH" if missing else ""
             raise RewardError(problem + remedy) from error
@@ -209,7 +207,7 @@ def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example])
                 ) from error
 
 
-def _place(error: BaseException, modules: Sequence[str]) -> str:
+def _place(error: BaseException, *modules: str) -> str:
     """The innermost line of these modules' packages."""
     packages = {module.partition(".")[0] for module in modules}
     for frame, number in reversed(list(walk_tb(error.__traceback__))):

@@ -96,9 +96,9 @@ def save_checkpoint(
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(place)
             tokenizer.save_pretrained(place)
-            save_file(_weights(model), place / WEIGHTS, metadata={"format": "pt"})
+            save_file(_plain(model.named_parameters()), place / WEIGHTS, metadata={"format": "pt"})
             for name, parts in tensors.items():
-                save_file(_contiguous(parts), place / f"{name}.safetensors")
+                save_file(_plain(parts), place / f"{name}.safetensors")
             files = sorted(file for file in place.rglob("*") if file.is_file())
             state = {
                 "format": FORMAT,
@@ -125,7 +125,7 @@ def save_weights(file: Path, model: Any) -> str:
     """
     with explained(str(file), lambda: remedy(file.parent)), unfinished(file.parent) as place:
         written = place / file.name
-        save_file(_weights(model), written, metadata={"format": "pt"})
+        save_file(_plain(model.named_parameters()), written, metadata={"format": "pt"})
         digest = file_digest(written)
         replace(written, file)
     return digest
@@ -236,13 +236,8 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
-    """Parameters by name; a tied parameter once, under its first name."""
-    return _contiguous(dict(model.named_parameters()))
-
-
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+def _plain(tensors: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in dict(tensors).items()}
 
 
 def _read_state(path: Path) -> dict[str, Any]:

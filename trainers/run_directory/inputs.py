@@ -104,30 +104,29 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
 
 def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:
     """Digests of the examples and the tokens of their prompts."""
-    sets = {"training data": train, "evaluation data": evaluation}
-    return {name: _prompts_digest(prompts) for name, prompts in sets.items() if prompts}
+    found = {}
+    for name, prompts in {"training data": train, "evaluation data": evaluation}.items():
+        if prompts is not None:
+            rows: list[Any] = [
+                [e.id, e.prompt, e.answer, e.target, dict(e.extra), tokens]
+                for e, tokens in zip(prompts.examples, prompts.prompts, strict=True)
+            ]
+            rows += [e.messages for e in prompts.examples if e.messages is not None]
+            found[name] = _digest(rows)
+    return found
 
 
 def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
     """Digests of the files of reward functions' modules; what a module imports does not enter."""
-    return {f"{REWARD_FUNCTION} {term.name}": _source_digest(term) for term in rewards}
-
-
-def _source_digest(term: RewardFunction) -> str:
-    named, _, _ = term.name.rpartition(":")
-    given = {named, getattr(term.function, "__module__", named)} - {""}
-    names = sorted(name for name in given if isinstance(name, str))
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
-    return _digest([file_digest(Path(file)) for file in files if file])
-
-
-def _prompts_digest(prompts: PromptSet) -> str:
-    rows: list[Any] = [
-        [example.id, example.prompt, example.answer, example.target, dict(example.extra), tokens]
-        for example, tokens in zip(prompts.examples, prompts.prompts, strict=True)
-    ]
-    rows += [e.messages for e in prompts.examples if e.messages is not None]
-    return _digest(rows)
+    found = {}
+    for term in rewards:
+        named = term.name.rpartition(":")[0]
+        given = {named, getattr(term.function, "__module__", named)} - {""}
+        names = sorted(name for name in given if isinstance(name, str))
+        files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+        digests = [file_digest(Path(file)) for file in files if file]
+        found[f"{REWARD_FUNCTION} {term.name}"] = _digest(digests)
+    return found
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -80,7 +80,9 @@ class Strategy(ABC):
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's fp32 gradients, cut as `pieces` are. ValueError if one is missing."""
-        return {name: _required(name, p.grad) for name, p in self._parameters.items()}
+        if missing := [name for name, p in self._parameters.items() if p.grad is None]:
+            raise ValueError(f"parameter {missing[0]} has no gradient: it must be in the loss.")
+        return {name: parameter.grad.float() for name, parameter in self._parameters.items()}
 
     def drop_gradients(self) -> None:
         """The next step starts from zero."""
@@ -203,13 +205,6 @@ class Gathered(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _required(name: str, gradient: Tensor | None) -> Tensor:
-    """A gradient in fp32; ValueError if there is none."""
-    if gradient is None:
-        raise ValueError(f"parameter {name} has no gradient: it must take part in the loss.")
-    return gradient.float()
 
 
 class Replicated(Strategy):

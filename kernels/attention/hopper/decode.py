@@ -684,7 +684,7 @@ def attention_decode_fwd(
     called.
     """
     plan, lse, tiles, tables = call.plan, call.lse, call.tiles, call.tables
-    divided = plan.divided
+    divided = plan.tiles - cut.whole
     # Where no tile is divided no block is written, and without sums none is read: any pointers do.
     written, tickets = (lse, lse, lse), tiles
     if divided:

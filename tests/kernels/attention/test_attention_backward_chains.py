@@ -166,14 +166,19 @@ def test_every_chain_is_continued_upward_and_nobody_waits_for_a_program_that_has
     assert longest > 4
 
 
+def exchanged(programs, own, steps, choice):
+    """A run of the programs, one at a time, with two of `own` in each other's place."""
+    first, second = sorted(choice.sample(own, 2))
+    programs[first], programs[second] = programs[second], programs[first]
+    with pytest.raises(RuntimeError, match="wait for ever"):
+        hand_over(programs, steps, 1, choice)
+
+
 def test_two_tiles_of_a_sequence_and_head_in_each_others_place_wait_for_ever():
     for layout, _heads, group, _window, programs, _resident, choice in cases(20):
-        steps = partial(steps_of, layout=layout, group=group, window=None)
         own = [i for i, (s, _key, *heads) in enumerate(programs) if (s, *heads[:2]) == (4, 0, 0)]
-        first, second = sorted(choice.sample(own, 2))
-        programs[first], programs[second] = programs[second], programs[first]
-        with pytest.raises(RuntimeError, match="wait for ever"):
-            hand_over(programs, steps, 1, choice)
+        steps = partial(steps_of, layout=layout, group=group, window=None)
+        exchanged(programs, own, steps, choice)
 
 
 def test_two_heads_of_the_same_keys_in_each_others_place_wait_for_ever():
@@ -183,11 +188,7 @@ def test_two_heads_of_the_same_keys_in_each_others_place_wait_for_ever():
         programs = listed(layout, 1, 4, heads=1)
         place = choice.choice(programs)[5]
         own = [i for i, entry in enumerate(programs) if entry[5] == place]
-        first, second = sorted(choice.sample(own, 2))
-        programs[first], programs[second] = programs[second], programs[first]
-        steps = partial(steps_of, layout=layout, group=4, window=None)
-        with pytest.raises(RuntimeError, match="wait for ever"):
-            hand_over(programs, steps, 1, choice)
+        exchanged(programs, own, partial(steps_of, layout=layout, group=4, window=None), choice)
 
 
 def test_counts_that_forget_the_window_wait_for_ever():

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core import findings as findings_module
+from rl_consistency.kernels.core.findings import Findings, Winner, forget_picks
 from rl_consistency.kernels.experts import products_triton
 from rl_consistency.kernels.experts.pairs_triton import activate_pairs, expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
@@ -20,7 +22,12 @@ from rl_consistency.kernels.experts.schedules import (
     PRODUCTS_FP32,
     PRODUCTS_TMA,
     ProductSchedule,
+    fold_candidates,
+    fold_work,
+    pick_fold,
     pick_product,
+    product_candidates,
+    product_work,
 )
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.parity.bytes import same_bytes
@@ -201,3 +208,18 @@ def test_the_rule_picks_by_the_mean_rows_of_an_expert():
     for pairs, name in ((8, 0), (64 * 128, 0), (64 * 128 + 1, 1), (97 * 128, 2), (1 << 20, -1)):
         own = pick_product("nt", pairs, 128, 768, 2048, torch.bfloat16, True)
         assert own == PRODUCTS_TMA[name]
+
+
+def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
+    store, cpu = Findings(None, {}), torch.device("cpu")
+    monkeypatch.setitem(findings_module._by_device, cpu, store)
+    sizes = 2048, 128, 768, 2048
+    for product in ("gate_up", "nt", "nn"):
+        last = product_candidates(product, torch.bfloat16, tma=True)[-1]
+        work = product_work(product, torch.bfloat16, True, *sizes)
+        store.keep(work, Winner(last.name, 1.0, 2.0))
+        assert pick_product(product, *sizes, torch.bfloat16, True, cpu) == last
+    last = fold_candidates(torch.bfloat16, tma=True)[-1]
+    store.keep(fold_work(torch.bfloat16, True, *sizes), Winner(last.name, 1.0, 2.0))
+    assert pick_fold(*sizes, torch.bfloat16, tma=True, processors=132, device=cpu) == last
+    forget_picks()

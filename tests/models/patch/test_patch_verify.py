@@ -20,16 +20,15 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=61)
 
 
-@pytest.mark.parametrize(
-    "made, message",
-    [
-        (lambda: GPT2LMHeadModel(GPT2), "gpt2"),
-        (lambda: tiny(rope_parameters=DYNAMIC), "rope_type 'dynamic'"),
-        (lambda: nn.Linear(3, 3), "Linear is not a Hugging Face model"),
-        (lambda: nn.Sequential(tiny()), "Sequential is not a Hugging Face model"),
-    ],
-    ids=["gpt2", "dynamic", "linear", "wrapper"],
-)
+UNCOVERED = {
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2), "gpt2"),
+    "dynamic": (lambda: tiny(rope_parameters=DYNAMIC), "rope_type 'dynamic'"),
+    "linear": (lambda: nn.Linear(3, 3), "Linear is not a Hugging Face model"),
+    "wrapper": (lambda: nn.Sequential(tiny()), "Sequential is not a Hugging Face model"),
+}
+
+
+@pytest.mark.parametrize("made, message", UNCOVERED.values(), ids=UNCOVERED)
 def test_an_uncovered_model_is_refused_untouched(made, message):
     model = made()
     classes = [type(module) for module in model.modules()]
@@ -58,19 +57,16 @@ def exchanged_for_a_copy(model):
     mlp.up_proj = copy.deepcopy(mlp.up_proj)
 
 
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        (shadowed_by_its_class, "model.layers.0.self_attn"),
-        (exchanged_for_a_copy, "model.layers.1.mlp.up_proj"),
-    ],
-)
+UNDOING = [(shadowed_by_its_class, "0.self_attn"), (exchanged_for_a_copy, "1.mlp.up_proj")]
+
+
+@pytest.mark.parametrize("change, name", UNDOING)
 def test_a_module_that_forward_would_not_find_undoes_the_patch(change, name):
     session = patch(model := build_preset("tiny-llama"))
     assert session.live
     change(model)
     assert not session.live
-    with pytest.raises(ConsistencyError, match=f"not live: module {name} "):
+    with pytest.raises(ConsistencyError, match=f"not live: module model.layers.{name} "):
         session.verify()
 
 

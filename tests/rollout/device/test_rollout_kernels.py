@@ -88,7 +88,7 @@ def kernel(queries, pasts, heads, cache):
     q = torch.empty(1, heads, cache.shape[-1], dtype=cache.dtype).expand(sum(queries), -1, -1)
     keys = cache.view(-1, *cache.shape[2:])
     plan = plan_forward(q, keys, keys, layout_of(queries, pasts, cache), None)
-    dealt = plan.cut and (plan.cut.whole > 0, plan.divided > 0, plan.slices)
+    dealt = plan.cut and (plan.cut.whole > 0, plan.tiles > plan.cut.whole, plan.slices)
     return plan.schedule, plan.cut and (plan.stored, dealt)
 
 

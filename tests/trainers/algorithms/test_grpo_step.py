@@ -9,7 +9,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
-from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.data.arithmetic import problems
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
@@ -22,28 +22,12 @@ class RecordingHook:
 
     def __init__(self):
         self.calls = []
-        self.rollouts = []
-        self.logprobs = []
-        self.gradient_steps = []
 
-    def on_rollout(self, rollout):
-        self.calls.append("rollout")
-        self.rollouts.append(rollout)
-        return {"seen/rollout": 1}
+    def __getattr__(self, name):
+        return lambda *given: self.calls.append((name, *given)) or {f"seen/{name}": 1}
 
-    def on_training_logprobs(self, logprobs):
-        self.calls.append("logprobs")
-        self.logprobs.append(logprobs)
-        return {"seen/logprobs": 1}
-
-    def on_gradients(self, step):
-        self.calls.append("gradients")
-        self.gradient_steps.append(step)
-        return {"seen/gradients": len(self.gradient_steps)}
-
-    def on_step_end(self):
-        self.calls.append("end")
-        return {"seen/end": 1}
+    def given(self, name):
+        return [call[1] for call in self.calls if call[0] == name]
 
 
 def length_of_text(completions, **_):
@@ -55,14 +39,9 @@ def make_trainer(tiny_run):
     def make(hook, reward=length_of_text, **changes):
         config = tiny_run.config(**changes)
         model, tokenizer = load_policy(config.policy, config.tokenizer, seed=1)
-        examples = [
-            Example(id=i, prompt=f"{i}+{i}=", answer=str(2 * i), target=str(2 * i))
-            for i in range(6)
-        ]
-        prompts = PromptSet(
-            examples=examples, prompts=[tokenizer.encode(e.prompt) for e in examples]
-        )
-        models.append(model)
+        examples = problems(0, "train", 6, num_terms=2, max_value=9)
+        encoded = [tokenizer.encode(example.prompt) for example in examples]
+        prompts = PromptSet(examples=examples, prompts=encoded)
         stack.enter_context(patch(model))
         ranks = Replicated(World.join(torch.device("cpu")), PartOrder(1), model)
         return GRPOTrainer(
@@ -78,7 +57,6 @@ def make_trainer(tiny_run):
             hook=hook,
         )
 
-    models = []
     with ExitStack() as stack:
         yield make
 
@@ -89,9 +67,10 @@ def test_the_hook_is_told_four_times_a_step_and_nothing_more(make_trainer):
         hook, **{"algorithm.updates_per_rollout": 2, "training.micro_batch_size": 3}
     )
     metrics = trainer.step(1) | trainer.step(2)
-    assert hook.calls == ["rollout", "logprobs", "gradients", "gradients", "end"] * 2
-    assert {"seen/rollout", "seen/logprobs", "seen/gradients", "seen/end"} <= metrics.keys()
-    assert [step.first_of_step for step in hook.gradient_steps] == [True, False] * 2
+    told = ["on_rollout", "on_training_logprobs", "on_gradients", "on_gradients", "on_step_end"]
+    assert [name for name, *_ in hook.calls] == told * 2
+    assert {f"seen/{name}" for name in told} <= metrics.keys()
+    assert [step.first_of_step for step in hook.given("on_gradients")] == [True, False] * 2
     assert not any(name.startswith(("consistency/", "stock/")) for name in metrics)
 
 
@@ -99,10 +78,11 @@ def test_the_hook_sees_samples_in_logical_order(make_trainer):
     hook = RecordingHook()
     trainer = make_trainer(hook, **{"training.micro_batch_size": 3, "data.shuffle": False})
     trainer.step(1)
-    (rollout,), (logprobs,), (step,) = hook.rollouts, hook.logprobs, hook.gradient_steps
+    names = ("on_rollout", "on_training_logprobs", "on_gradients")
+    (rollout,), (logprobs,), (step,) = map(hook.given, names)
     assert rollout.step == 1
     for i, (sequence, length) in enumerate(zip(rollout.sequences, rollout.prompt_lengths)):
-        assert bytes(sequence[:length]).decode() == f"{i // 2}+{i // 2}="
+        assert bytes(sequence[:length]).decode() == trainer.train.examples[i // 2].prompt
         assert len(sequence) - length == len(rollout.logprobs[i]) == len(logprobs[i])
         assert torch.equal(rollout.logprobs[i], logprobs[i])
     assert step.sequences == rollout.sequences
@@ -115,7 +95,8 @@ def test_one_step_is_a_function_of_its_number_and_the_weights(make_trainer):
     for step in (1, 2, 3):
         first.step(step)
     second.step(3)
-    assert hooks[0].rollouts[2].sequences == hooks[1].rollouts[0].sequences
+    drawn = [hook.given("on_rollout")[-1] for hook in hooks]
+    assert drawn[0].sequences == drawn[1].sequences
 
 
 def test_evaluation_is_greedy_and_changes_nothing(make_trainer):

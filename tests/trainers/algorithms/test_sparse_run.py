@@ -11,7 +11,7 @@ from rl_consistency.cli.train import summary_table
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.run_directory.summary import passed
+from rl_consistency.trainers.run_directory.step_files import passed
 from rl_consistency.verify.substitution import attribute
 
 
@@ -70,11 +70,10 @@ def test_balancing_a_loaded_dense_policy_is_refused_before_anything_is_computed(
     if changes:
         model.config.mlp_only_layers = list(range(model.config.num_hidden_layers))
         model = type(model)(model.config)
-    model.save_pretrained(tiny_run.directory / "model")
-    byte_tokenizer().save_pretrained(tiny_run.directory / "model")
-    loaded = {"policy.build": None, "policy.path": str(tiny_run.directory / "model")}
+    loaded = tiny_run.save_model()
+    model.save_pretrained(loaded["policy.path"])
     with pytest.raises(ValueError, match=r"algorithm.balance_coefficient 0.1: .* no experts to"):
-        tiny_run(**loaded, **{"algorithm.balance_coefficient": 0.1, "tokenizer.kind": "auto"})
+        tiny_run(**loaded, **{"algorithm.balance_coefficient": 0.1})
     assert not (tiny_run.directory / "run").exists()
 
 

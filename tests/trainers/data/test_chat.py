@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from rl_consistency.trainers.config.sections import BuildSection
-from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.examples import DataError, Example, read_jsonl
 from rl_consistency.trainers.data.prompts import require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.step_files import read_rows
 
@@ -85,46 +83,11 @@ def test_a_tokenizer_without_a_template_is_refused():
         require_template(byte_tokenizer())
 
 
-LIMITS = {"max_prompt_tokens": 6, "max_tokens": 4, "context_length": 12}
-
-
-@pytest.mark.parametrize(
-    ("text", "overlong", "expected"),
-    [
-        ("abcdef", "drop", (list(b"abcdef"), False)),
-        ("abcdefgh", "drop", (None, True)),
-        ("abcdefgh", "truncate", (list(b"cdefgh"), True)),
-    ],
-)
-def test_an_overlong_prompt_is_dropped_or_keeps_its_end(text, overlong, expected):
-    example = Example(id=0, prompt=text, answer="a", target="a")
-    found = encode_prompt(example, lambda text: [*text.encode()], **LIMITS, overlong=overlong)
-    assert found == expected
-
-
-def test_the_context_of_the_model_limits_too():
-    example = Example(id=0, prompt="abcdefgh", answer="a", target="a")
-    limits = {"max_prompt_tokens": 8, "max_tokens": 9, "context_length": 12}
-    kept, _ = encode_prompt(example, lambda text: [*text.encode()], **limits, overlong="truncate")
-    assert kept == list(b"fgh")
-    with pytest.raises(DataError, match="set data.overlong_prompts to drop or truncate"):
-        encode_prompt(example, lambda text: [*text.encode()], **limits)
-    with pytest.raises(DataError, match="context is 12"):  # no token of it would fit
-        full = limits | {"max_tokens": 12}
-        encode_prompt(example, lambda text: [*text.encode()], **full, overlong="drop")
-
-
 @pytest.fixture
 def chat(tiny_run, tokenizer):
     """Changes of the tiny recipe: a saved model with a chat template, sums of 5 to 7 letters."""
-    sizes = tiny_run.tree()["policy"]["build"]
-    model = tiny_run.directory / "model"
-    build_model(BuildSection(**sizes), tokenizer, seed=3).save_pretrained(model)
-    tokenizer.save_pretrained(model)
     return {
-        "policy.build": None,
-        "policy.path": str(model),
-        "tokenizer.kind": "auto",
+        **tiny_run.save_model(tokenizer=tokenizer, seed=3),
         "data.task": None,
         "data.path": str(tiny_run.example_file()),
         "data.chat_template": True,

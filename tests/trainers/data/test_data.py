@@ -140,30 +140,57 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, kind):
         read_jsonl(path)
 
 
-def test_a_prompt_that_fits_exactly_is_encoded():
-    limits = {"max_prompt_tokens": 8, "max_tokens": 4, "context_length": 12}
-    assert encode_prompt(EXAMPLE, encode, **limits) == (list(b"abcdefgh"), False)
+LENGTHS = ("max_prompt_tokens", "max_tokens", "context_length")
+
+
+def encoded(text, lengths, overlong="error", leading=()):
+    limits = dict(zip(LENGTHS, lengths, strict=True))
+    example = dataclasses.replace(EXAMPLE, prompt=text)
+    return encode_prompt(example, encode, **limits, overlong=overlong, leading=leading)
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("text", "lengths", "overlong", "leading", "prompt", "flag"),
     [
-        ((7, 4, 64), "example 7: its prompt has 8 tokens, data.max_prompt_tokens is 7"),
-        ((64, 4, 11), "with 4 of the completion 12; the model's context is 11"),
+        ("abcdefgh", (8, 4, 12), "error", b"", b"abcdefgh", False),
+        ("abcdef", (6, 4, 12), "drop", b"", b"abcdef", False),
+        ("abcdefgh", (6, 4, 12), "drop", b"", None, True),
+        ("abcdefgh", (6, 4, 12), "truncate", b"", b"cdefgh", True),
+        ("abcdefgh", (8, 9, 12), "truncate", b"", b"fgh", True),  # the model's context limits too
+        *(
+            (text, (longest, 1, 64), overlong, b"^", prompt, flag)
+            for text in ("abcdefgh", "^abcdefgh")  # one that has them itself gets no second ones
+            for overlong, longest, prompt, flag in (
+                ("error", 9, b"^abcdefgh", False),
+                ("truncate", 4, b"^fgh", True),
+                ("drop", 4, None, True),
+            )
+        ),
     ],
 )
-def test_a_prompt_that_does_not_fit_is_named_with_its_lengths(limits, message):
-    names = ("max_prompt_tokens", "max_tokens", "context_length")
-    with pytest.raises(DataError) as caught:
-        encode_prompt(EXAMPLE, encode, **dict(zip(names, limits, strict=True)))
-    assert message in str(caught.value)
+def test_a_prompt_fits_or_is_dropped_or_keeps_its_leading_tokens_and_its_end(
+    text, lengths, overlong, leading, prompt, flag
+):
+    assert encoded(text, lengths, overlong, leading) == (prompt and list(prompt), flag)
 
 
-def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(DataError, match="example 7: its prompt has no token"):
-        encode_prompt(
-            EXAMPLE, lambda text: [], max_prompt_tokens=8, max_tokens=4, context_length=64
-        )
+@pytest.mark.parametrize(
+    ("text", "lengths", "overlong", "leading", "message"),
+    [
+        ("abcdefgh", (7, 4, 64), "error", b"", "example 7: its prompt has 8 tokens, data.max_pro"),
+        ("abcdefgh", (64, 4, 11), "error", b"", "with 4 of the completion 12; the model's context"),
+        ("abcdefgh", (8, 9, 12), "error", b"", "set data.overlong_prompts to drop or truncate"),
+        ("abcdefgh", (8, 12, 12), "drop", b"", "context is 12"),  # no token of it would fit
+        ("", (8, 4, 64), "error", b"", "example 7: its prompt has no token"),
+        ("", (9, 1, 64), "error", b"^", "its prompt has no token"),
+        ("abcdefgh", (1, 1, 64), "drop", b"^", "prompt has 9 tokens, data.max_prompt_tokens is 1"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named_with_its_lengths(
+    text, lengths, overlong, leading, message
+):
+    with pytest.raises(DataError, match=message):
+        encoded(text, lengths, overlong, leading)
 
 
 def test_keyed_integers_are_pinned():
@@ -193,30 +220,3 @@ def test_a_batch_depends_on_its_step_alone():
     forward = [order.batch(step) for step in range(40)]
     assert [DataOrder(10, 4, 3).batch(step) for step in reversed(range(40))] == forward[::-1]
     assert epoch_order.cache_info().currsize <= 4
-
-
-@pytest.mark.parametrize(
-    ("overlong", "longest", "expected"),
-    [
-        ("error", 9, (b"^abcdefgh", False)),
-        ("truncate", 4, (b"^fgh", True)),
-        ("drop", 4, (None, True)),
-    ],
-)
-def test_a_prompt_keeps_its_leading_tokens(overlong, longest, expected):
-    limits = {"max_prompt_tokens": longest, "max_tokens": 1, "context_length": 64}
-    prompt, flag = expected
-    for text in ("abcdefgh", "^abcdefgh"):  # a text that has them itself gets no second ones
-        example = dataclasses.replace(EXAMPLE, prompt=text)
-        found = encode_prompt(example, encode, **limits, overlong=overlong, leading=b"^")
-        assert found == (prompt and list(prompt), flag)
-
-
-def test_leading_tokens_alone_are_no_prompt():
-    limits = {"max_prompt_tokens": 9, "max_tokens": 1, "context_length": 64}
-    with pytest.raises(DataError, match="its prompt has no token"):
-        encode_prompt(dataclasses.replace(EXAMPLE, prompt=""), encode, **limits, leading=[1])
-    with pytest.raises(DataError, match="prompt has 9 tokens, data.max_prompt_tokens is 1"):
-        encode_prompt(
-            EXAMPLE, encode, **limits | {"max_prompt_tokens": 1}, overlong="drop", leading=[1]
-        )

@@ -12,7 +12,7 @@ import pytest
 
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import CollectiveError
-from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import strategy
 from rl_consistency.verify.mutants.sums import RankApart
@@ -118,7 +118,7 @@ def test_a_rank_killed_in_a_step_stops_the_others_and_the_run_resumes(run_ranks,
     assert found[1] is None
     for error in (found[0], found[2]):
         assert type(error) is CollectiveError and "between ranks 0, 1, 2" in str(error)
-    assert list_checkpoints(directory / "checkpoints")[-1].name == "step_000002"
+    assert tiny_run.checkpoints("killed")[-1] == "step_000002"
     assert run_ranks(2, resumed, tree) == [expected] * 2
 
 
@@ -139,3 +139,24 @@ def test_shards_of_a_run_with_one_leaf_pass_its_gradient_check(run_ranks, tiny_r
     run_ranks(1, digests, tiny_run.tree(**LEAVES | changes | one_leaf))
     (row,) = read_metrics(tiny_run.directory / "run" / "metrics.jsonl")
     assert row["consistency/gradient_check/passed"]
+
+
+def interrupted(world, tree):
+    """What a rank raises where rank 1 alone gets a signal in the first step."""
+    step = run._Run.step
+
+    def signalled(self, number):
+        if world.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, number)
+
+    run._Run.step = signalled
+    try:
+        digests(world, tree)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def test_a_signal_to_one_rank_ends_all_after_a_checkpoint(run_ranks, tiny_run):
+    assert run_ranks(2, interrupted, tiny_run.tree(**LEAVES)) == ["interrupted"] * 2
+    assert tiny_run.checkpoints() == ["step_000001"]

@@ -26,6 +26,17 @@ def drawing(prompts, completions, answers, **extra):
 """
 
 
+DRAWN = {"reward.functions": [{"name": "toy_rewards:drawing"}]}
+
+
+def fails(tiny_run, error, match, **changes):
+    """Runs until the error; the lines that were announced."""
+    told = []
+    with pytest.raises(error, match=match):
+        tiny_run(**changes, announce=told.append)
+    return told
+
+
 @pytest.fixture
 def drawing_rewards(tiny_run):
     """A reward function that draws from Python's generator, before it fails where `failing` says
@@ -38,20 +49,18 @@ def drawing_rewards(tiny_run):
 
 
 def test_a_reward_function_that_fails_costs_no_step_before(tiny_run, lasting, drawing_rewards):
-    changes = {"training.steps": 5, "reward.functions": [{"name": "toy_rewards:drawing"}]}
+    changes = {"training.steps": 5, **DRAWN}
     changes |= {"training.save_every": 0, "algorithm.kl_coefficient": 0.1}
     _, rows = tiny_run.of_its_own("whole", **changes)
     drawing_rewards.failing[:] = [True, False, False, False]
-    told = []
-    with pytest.raises(RewardError, match="no judge at home"):
-        tiny_run(**changes, announce=told.append)
+    told = fails(tiny_run, RewardError, "no judge at home", **changes)
     assert told[-1] == "step 4 ended before anything was learned; step_000003 is saved"
     _, resumed = tiny_run(**changes, resume=True)
     assert lasting(resumed) == lasting(rows)
 
 
 def test_a_mended_reward_function_goes_on_where_the_recipe_accepts_it(tiny_run, drawing_rewards):
-    changes = {"training.steps": 3, "reward.functions": [{"name": "toy_rewards:drawing"}]}
+    changes = {"training.steps": 3, **DRAWN}
     drawing_rewards.failing[:] = [True, False]
     with pytest.raises(RewardError, match="no judge at home"):
         tiny_run(**changes)
@@ -78,7 +87,7 @@ def test_drift_that_is_found_once_weights_have_changed_saves_none_of_them(tiny_r
     monkeypatch.setattr(ConsistencyHook, "on_step_end", drifts)
     with pytest.raises(ConsistencyError, match="a product differed"):
         tiny_run()
-    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+    assert tiny_run.checkpoints() == []
 
 
 @pytest.mark.thorough
@@ -111,7 +120,7 @@ def test_metrics_that_the_disk_does_not_take_leave_no_checkpoint(tiny_run, monke
     monkeypatch.setattr(MetricsFile, "log", failing)
     with pytest.raises(OSError, match="disk full"):
         tiny_run()
-    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+    assert tiny_run.checkpoints() == []
 
 
 def test_drift_costs_no_step_before_and_the_run_goes_on_where_it_only_warns(tiny_run, monkeypatch):
@@ -123,9 +132,7 @@ def test_drift_costs_no_step_before_and_the_run_goes_on_where_it_only_warns(tiny
         return real(self, logprobs, *([] if routing is None else [routing]))
 
     monkeypatch.setattr(ConsistencyHook, "on_training_logprobs", drifts)
-    told = []
-    with pytest.raises(ConsistencyError, match="or set consistency.on_drift to warn"):
-        tiny_run(announce=told.append)
+    told = fails(tiny_run, ConsistencyError, "or set consistency.on_drift to warn")
     assert told[-1] == "step 3 ended before anything was learned; step_000002 is saved"
     armed[:] = [True]
     _, rows = tiny_run(**{"consistency.on_drift": "warn"}, resume=True)
@@ -135,13 +142,13 @@ def test_drift_costs_no_step_before_and_the_run_goes_on_where_it_only_warns(tiny
 def test_a_failure_in_the_first_step_saves_nothing(tiny_run, drawing_rewards):
     drawing_rewards.failing[:] = [True]
     with pytest.raises(RewardError, match="no judge at home"):
-        tiny_run(**{"reward.functions": [{"name": "toy_rewards:drawing"}]})
-    assert not list((tiny_run.directory / "run").glob("checkpoints/step_*"))
+        tiny_run(**DRAWN)
+    assert tiny_run.checkpoints() == []
 
 
 @pytest.mark.thorough
 def test_rewards_that_fail_in_an_evaluation_cost_no_step(tiny_run, lasting, drawing_rewards):
-    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "training.eval_every": 2}
+    changes = {**DRAWN, "training.eval_every": 2}
     changes |= {"training.save_every": 0, "training.steps": 4}
     _, rows = tiny_run.of_its_own("whole", **changes)
     drawing_rewards.failing[:] = [True, False, False, False]  # at step 0, 1, 2, and after step 2
@@ -153,14 +160,13 @@ def test_rewards_that_fail_in_an_evaluation_cost_no_step(tiny_run, lasting, draw
 
 
 def test_rewards_that_fail_before_the_first_step_cost_no_warm_start(tiny_run, drawing_rewards):
-    changes = {"reward.functions": [{"name": "toy_rewards:drawing"}], "warm_start.steps": 2}
+    changes = {**DRAWN, "warm_start.steps": 2}
     changes |= {"warm_start.batch_size": 4}
     for key, value in {"eval_every": 2, "save_every": None}.items():
         drawing_rewards.failing[:] = [True]
         with pytest.raises(RewardError, match="no judge at home"):
             tiny_run.of_its_own(key, **changes, training={"steps": 3, key: value})
-        folder = tiny_run.directory / key / "checkpoints"
-        assert [path.name for path in folder.iterdir()] == ["step_000000"]
+        assert tiny_run.checkpoints(key) == ["step_000000"]
 
 
 @pytest.mark.parametrize("where", ["before the rollout", "before training"])
@@ -188,12 +194,9 @@ def test_weights_that_somebody_has_written_are_not_saved_as_the_step_before(
 
     monkeypatch.setattr(GRPOTrainer, "_roll_out", rolling)
     monkeypatch.setattr(GRPOTrainer, "_learn", learning)
-    told = []
-    with pytest.raises(ConsistencyError):
-        tiny_run(**changes, announce=told.append)
+    told = fails(tiny_run, ConsistencyError, "", **changes)
     assert told[-1] == "step 4 ended before anything was learned; step_000003 is not saved"
-    folder = tiny_run.directory / "run" / "checkpoints"
-    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    assert tiny_run.checkpoints() == ["step_000002"]
 
 
 def test_gradients_that_are_not_finite_cost_no_step_before(tiny_run, monkeypatch):
@@ -206,8 +209,7 @@ def test_gradients_that_are_not_finite_cost_no_step_before(tiny_run, monkeypatch
     monkeypatch.setattr(PolicyOptimizer, "step", step)
     with pytest.raises(ValueError, match="the gradient norm is inf; no weight was changed"):
         tiny_run()
-    folder = tiny_run.directory / "run" / "checkpoints"
-    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    assert tiny_run.checkpoints() == ["step_000002"]
 
 
 @pytest.mark.thorough

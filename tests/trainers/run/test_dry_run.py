@@ -11,9 +11,8 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
 from rl_consistency.trainers.algorithms.grpo import cache_bytes_of, engine_of
-from rl_consistency.trainers.dry_run import extrapolated, largest_pass, memory_told, reduced
+from rl_consistency.trainers.dry_run import largest_pass, memory_told, reduced
 from rl_consistency.trainers.policy import load_policy
-from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory import directory
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
@@ -117,7 +116,13 @@ def test_a_directory_that_takes_no_file_is_named_before_the_model_is_loaded(tiny
     ("changes", "message"),
     [
         ({"reward.functions": [{"name": "toy_rewards:raising"}]}, "no judge at home"),
+        ({"reward.functions": [{"name": "toy_rewards:one_too_few"}]}, "1 scores for 2 completions"),
         ({"reward.functions": [{"name": "toy_rewards:demanding"}]}, "missing a required argument"),
+        # A dry run draws short completions; the context is checked for whole ones.
+        (
+            {"rollout.sampling": {"n": 2, "max_tokens": 60}},
+            "max_position_embeddings: 64 positions are fewer than",
+        ),
         ({"data.max_prompt_tokens": 3}, "its prompt has 6 tokens"),
         ({"run.device": "cuda"}, "torch sees no GPU"),
     ],
@@ -127,18 +132,23 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(dry_run, capsys, changes,
     assert message in capsys.readouterr().err
 
 
-def test_the_context_is_checked_for_whole_completions(dry_run, tiny_run, capsys):
-    """A dry run draws short ones."""
-    long = {"rollout.sampling": {"n": 2, "max_tokens": 60}}
-    assert dry_run(**long) == 2
-    assert "max_position_embeddings: 64 positions are fewer than" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("changes", "prompts"), [({}, 1), (SHARED, 2)])
-def test_a_dry_run_takes_as_few_prompts_as_the_recipe_allows(tiny_run, tmp_path, changes, prompts):
+@pytest.mark.parametrize(
+    ("changes", "prompts", "size"),
+    [
+        ({}, 1, 8),
+        (SHARED, 2, 1),
+        ({"training.micro_batch_size": 3}, 1, 3),
+        ({"algorithm.updates_per_rollout": 2, "training.micro_batch_size": 100}, 1, 4),
+        ({"consistency.gradient_leaves": 3, "training.micro_batch_size": 3}, 4, 3),
+    ],
+)
+def test_as_few_prompts_as_allowed_and_passes_of_a_leaf_at_most(
+    tiny_run, tmp_path, changes, prompts, size
+):
     config = reduced(tiny_run.config(**changes), tmp_path)
     assert config.rollout.prompts_per_step == prompts
     assert config.training.steps == 1 and config.run.output_dir == tmp_path
+    assert largest_pass(tiny_run.config(**changes)) == (size, 6 + 9)
 
 
 def test_a_dry_run_of_several_processes_is_refused(tiny_run, monkeypatch):
@@ -147,35 +157,16 @@ def test_a_dry_run_of_several_processes_is_refused(tiny_run, monkeypatch):
         train(tiny_run.config(), dry_run=True)
 
 
-def test_a_failing_reward_of_a_dry_run_is_the_error_of_the_run(tiny_run):
-    failing = tiny_run.config(**{"reward.functions": [{"name": "toy_rewards:one_too_few"}]})
-    with pytest.raises(RewardError, match="returned 1 scores for 2 completions"):
-        train(failing, dry_run=True)
-
-
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(40, 500), (10, 200), (2560, 25_700)],  # 100 that do not grow, and 10 for each of the size
-)
-def test_memory_is_extrapolated_with_what_does_not_grow(size, expected):
-    assert extrapolated(size, (10, 200), (20, 300)) == expected
-
-
-def test_the_sum_stands_against_what_the_gpu_has():
-    parts = {"weights": GIB, "optimizer": 0, "KV cache": 2 * GIB + GIB // 2}
-    lines = memory_told(parts, 4 * GIB)
+def test_the_sum_stands_against_what_the_gpu_has_and_above_it_is_a_warning_with_a_remedy():
+    lines = memory_told({"weights": GIB, "optimizer": 0, "KV cache": 2 * GIB + GIB // 2}, 4 * GIB)
     assert lines[0].endswith("estimated: weights 1.0 GiB, KV cache 2.5 GiB")
     assert lines[1].strip() == "together 3.5 GiB of 4.0 GiB that the GPU has for it"
-    assert len(lines) == 2
-
-
-def test_a_sum_above_it_is_one_warning_with_a_remedy():
+    assert len(lines) == len(memory_told({"weights": GIB}, GIB)) == 2
     *_, warning = memory_told({"weights": GIB + 1}, GIB)
     assert warning.startswith("WARNING: that does not fit: lower training.micro_batch_size")
-    assert not any("WARNING" in line for line in memory_told({"weights": GIB}, GIB))
 
 
 def test_no_room_for_a_part_of_a_pass_is_an_answer_with_a_remedy(tiny_run, monkeypatch):
@@ -186,19 +177,6 @@ def test_no_room_for_a_part_of_a_pass_is_an_answer_with_a_remedy(tiny_run, monke
     found = "a quarter of a pass over 8 sequences of 15 tokens does not fit.*lower training.micro"
     with pytest.raises(ValueError, match=found):
         dry_run_module.activations(None, tiny_run.config())
-
-
-@pytest.mark.parametrize(
-    ("changes", "size"),
-    [
-        ({}, 8),
-        ({"training.micro_batch_size": 3}, 3),
-        ({"algorithm.updates_per_rollout": 2, "training.micro_batch_size": 100}, 4),
-        ({"consistency.gradient_leaves": 3, "training.micro_batch_size": 3}, 3),
-    ],
-)
-def test_a_pass_has_no_more_sequences_than_a_leaf(tiny_run, changes, size):
-    assert largest_pass(tiny_run.config(**changes)) == (size, 6 + 9)
 
 
 @pytest.mark.parametrize("blocks", [16, None])

@@ -3,12 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers import run
-from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError
-from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.policy import PolicyError, build_model
+from rl_consistency.trainers.policy import PolicyError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 
@@ -16,33 +13,10 @@ def from_file(tiny_run, **changes):
     return {"data.task": None, "data.path": str(tiny_run.example_file())} | changes
 
 
-def saved_policy(directory, positions=64):
-    build = BuildSection(
-        architecture="qwen3",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=positions,
-    )
-    build_model(build, byte_tokenizer(), seed=2).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return {"policy.build": None, "policy.path": str(directory), "tokenizer.kind": "auto"}
-
-
 def test_a_model_directory_and_a_file_of_examples_run_as_well(tiny_run):
-    summary, rows = tiny_run(
-        **saved_policy(tiny_run.directory / "model"),
-        **from_file(
-            tiny_run,
-            **{
-                "data.eval_path": str(tiny_run.example_file(5, "eval.jsonl")),
-                "training.eval_every": 1,
-            },
-        ),
-    )
+    evaluation = {"data.eval_path": str(tiny_run.example_file(5, "eval.jsonl"))}
+    changes = from_file(tiny_run, **evaluation, **{"training.eval_every": 1})
+    summary, rows = tiny_run(**tiny_run.save_model(), **changes)
     assert summary["consistency/mismatched_tokens"] == 0 and summary["eval/last"] is not None
     assert len(rows) == 4
 
@@ -78,7 +52,7 @@ def test_a_stop_token_that_the_policy_has_not_is_named_before_the_warm_start(tin
 def test_a_token_beyond_the_vocabulary_is_named_before_the_directory_is_made(
     tiny_run, character, warm_start
 ):
-    given = saved_policy(tiny_run.directory / "model") | from_file(tiny_run)
+    given = tiny_run.save_model() | from_file(tiny_run)
     file = tiny_run.directory / "model" / "tokenizer.json"
     content = json.loads(file.read_text())
     content["model"]["vocab"][character] = 5000
@@ -102,11 +76,6 @@ def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
     changes |= {"rollout.prompts_per_step": 1}
     with pytest.raises(DataError, match=r"train.jsonl, line 2: prompt and answer have 66 .* 64"):
         tiny_run(**changes)
-
-
-def test_weights_that_diverge_stop_the_run_with_the_remedy(tiny_run):
-    with pytest.raises((ValueError, ConsistencyError), match="not finite|gradient norm is"):
-        tiny_run(**{"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": None})
 
 
 @pytest.mark.parametrize("place", ["module", "function"])

@@ -8,13 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rl_consistency.trainers import run
-from rl_consistency.trainers.config.sections import BuildSection
-from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory import step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from tests.trainers.conftest import RECIPE
 
 STEPS = {"training.steps": 4, "training.save_every": 2, "training.keep_checkpoints": 3}
 
@@ -22,15 +18,9 @@ STEPS = {"training.steps": 4, "training.save_every": 2, "training.keep_checkpoin
 @pytest.fixture
 def given(tiny_run):
     """A recipe whose policy, tokenizer and data are files."""
-    model = tiny_run.directory / "model"
-    built = build_model(BuildSection(**RECIPE["policy"]["build"]), byte_tokenizer(), seed=2)
-    built.save_pretrained(model)
-    byte_tokenizer().save_pretrained(model)
     return {
         **STEPS,
-        "policy.build": None,
-        "policy.path": str(model),
-        "tokenizer.kind": "auto",
+        **tiny_run.save_model(),
         "data.task": None,
         "data.path": str(tiny_run.example_file()),
         "data.eval_path": str(tiny_run.example_file(5, "eval.jsonl")),
@@ -44,9 +34,16 @@ def stopped(tiny_run, given):
     return summary["parameter_digest"]
 
 
-def edit_answer(directory):
-    file = directory / "train.jsonl"
-    file.write_text(file.read_text().replace('"answer": "24"', '"answer": "25"'))
+def edited(name, old, new):
+    """Puts another text into a file."""
+
+    def edit(directory):
+        file = directory / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+        sys.modules.pop("toy_rewards", None)
+
+    return edit
 
 
 def swap_lines(directory):
@@ -60,58 +57,44 @@ def add_line(directory):
         stream.write(json.dumps({"question": "9+9=", "answer": "18"}) + "\n")
 
 
-def edit_evaluation(directory):
-    file = directory / "eval.jsonl"
-    file.write_text(file.read_text().replace('"answer": "4"', '"answer": "5"'))
+def other_settings(name, **changes):
+    """Puts other values into a file of JSON."""
+
+    def edit(directory):
+        file = directory / "model" / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return edit
 
 
-def edit_reward(directory):
-    file = directory / "toy_rewards.py"
-    file.write_text(file.read_text().replace("% 7 / 7", "% 5 / 5"))
-    sys.modules.pop("toy_rewards")
-
-
-def edit_tokenizer(directory):
-    file = directory / "model" / "tokenizer_config.json"
-    file.write_text(file.read_text().replace('"split_special_tokens": true,', ""))
-
-
-def edit_config(directory):
-    file = directory / "model" / "config.json"
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, "rms_norm_eps": 1e-5}))
-
-
-def edit_ends(directory):
-    file = directory / "model" / "generation_config.json"
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, "eos_token_id": [258, 48]}))
-
-
-def edit_weights(directory):
-    build = BuildSection(**RECIPE["policy"]["build"])
-    build_model(build, byte_tokenizer(), seed=3).save_pretrained(directory / "model")
+edit_reward = edited("toy_rewards.py", "% 7 / 7", "% 5 / 5")
 
 
 @pytest.mark.parametrize(
     ("edit", "name"),
     [
-        (edit_answer, "training data"),
+        (edited("train.jsonl", '"answer": "24"', '"answer": "25"'), "training data"),
         (swap_lines, "training data"),
         (add_line, "training data"),
-        (edit_evaluation, "evaluation data"),
+        (edited("eval.jsonl", '"answer": "4"', '"answer": "5"'), "evaluation data"),
         (edit_reward, "reward function toy_rewards:varied"),
-        (edit_tokenizer, "tokenizer"),
-        (edit_config, "policy's config"),
-        (edit_ends, "policy's config"),
-        (edit_weights, "policy's weights"),
+        (
+            edited("model/tokenizer_config.json", '"split_special_tokens": true,', ""),
+            "tokenizer",
+        ),
+        (other_settings("config.json", rms_norm_eps=1e-5), "policy's config"),
+        (other_settings("generation_config.json", eos_token_id=[258, 48]), "policy's config"),
+        (None, "policy's weights"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_an_edited_input_is_refused_by_name(tiny_run, given, edit, name):
     stopped(tiny_run, given)
     before = tiny_run.files()
-    edit(tiny_run.directory)
+    if edit is None:
+        tiny_run.save_model(seed=3)
+    else:
+        edit(tiny_run.directory)
     with pytest.raises(CheckpointError, match=f"another fingerprint: {name}: "):
         tiny_run(**given, resume=True)
     assert tiny_run.files() == before
@@ -177,10 +160,7 @@ def test_steps_with_a_hole_are_refused(tiny_run, given, name):
     (file.parent / "digests.jsonl").open("a").write("after the checkpoint")
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[1:]))
-    before = tiny_run.files()
-    with pytest.raises(ValueError, match=rf"{name} is missing or damaged"):
-        tiny_run(**given, resume=True)
-    assert tiny_run.files() == before
+    tiny_run.refused(ValueError, rf"{name} is missing or damaged", **given, resume=True)
 
 
 def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given, monkeypatch):
@@ -188,9 +168,8 @@ def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given,
     stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
-    for module in (step_files,):
-        cut = lambda path, state: path.read_bytes()[: state["bytes"]]  # noqa: E731
-        monkeypatch.setattr(module, "kept_rows", cut)
+    cut = lambda path, state: path.read_bytes()[: state["bytes"]]  # noqa: E731
+    monkeypatch.setattr(step_files, "kept_rows", cut)
     summary, rows = tiny_run(**given, resume=True)
     assert summary["steps"] == 4 and [row["step"] for row in rows] == [2, 3, 4]
 
@@ -233,10 +212,7 @@ def link_in_a_circle(directory):
 def test_inputs_that_links_lead_into_the_run_are_not_overwritten(tiny_run, given, link, file):
     tiny_run(**given)
     link(tiny_run.directory)
-    before = tiny_run.files()
-    with pytest.raises(RunDirectoryError, match=rf"{file} lies inside the run in"):
-        tiny_run(**given, overwrite=True)
-    assert tiny_run.files() == before
+    tiny_run.refused(RunDirectoryError, rf"{file} lies inside the run in", **given, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,16 @@ def second(tiny_run, monkeypatch, **modes):
     return met
 
 
-@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+@pytest.mark.parametrize(("mode", "first"), [("resume", 0), ("overwrite", 0), ("resume", 1)])
 def test_a_second_run_in_the_directory_of_a_running_one_is_refused(
-    tiny_run, lasting, monkeypatch, mode
+    tiny_run, lasting, monkeypatch, mode, first
 ):
+    """Also where the running one was resumed itself."""
     _, rows = tiny_run.of_its_own("whole", **SAVING)
+    if first:
+        tiny_run(**SAVING | {"training.steps": first})
     met = second(tiny_run, monkeypatch, **{mode: True})
-    _, mine = tiny_run(**SAVING)
+    _, mine = tiny_run(**SAVING, resume=first > 0)
     assert "another process" in met[0] and str(tiny_run.directory / "run") in met[0]
     assert lasting(mine) == lasting(rows)
 
@@ -161,12 +164,3 @@ def test_a_forked_process_does_not_release_the_lock_of_its_parent(tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         with pytest.raises(RunDirectoryError, match="another process"), locked(tmp_path):
             pass
-
-
-def test_of_two_resumed_runs_the_second_is_refused(tiny_run, lasting, monkeypatch):
-    _, rows = tiny_run.of_its_own("whole", **SAVING)
-    tiny_run(**SAVING | {"training.steps": 1})
-    met = second(tiny_run, monkeypatch, resume=True)
-    _, mine = tiny_run(**SAVING, resume=True)
-    assert "another process" in met[0]
-    assert lasting(mine) == lasting(rows)

@@ -9,10 +9,10 @@ from rl_consistency.numerics.files import remove_leftovers
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory import directory as directory_module
-from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 SHORT = {"training.steps": 1}
+TWO = {"training.steps": 2, "training.save_every": 1, "training.keep_checkpoints": 1}
 SAVING = {"training.steps": 3, "training.save_every": 1, "training.keep_checkpoints": 1}
 
 
@@ -110,7 +110,7 @@ def test_overwriting_neither_follows_nor_removes_a_link(tiny_run, finished, name
 
 def test_without_the_check_a_link_is_removed(tiny_run, unchecked):
     """Negative control."""
-    tiny_run(**SAVING | {"training.steps": 2})
+    tiny_run(**TWO)
     linked, archived = tiny_run.directory / "run" / "metrics.jsonl", tiny_run.directory / "mine"
     shutil.move(linked, archived)
     linked.symlink_to(archived)
@@ -118,16 +118,16 @@ def test_without_the_check_a_link_is_removed(tiny_run, unchecked):
     assert not linked.is_symlink()
 
 
-def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run, finished):
-    finished(**SAVING | {"training.steps": 2})
-    directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
-    shutil.move(directory / "step_000002", archive)
-    (directory / "step_000002").symlink_to(archive)
+@pytest.mark.parametrize("name", ["checkpoints/step_000002", "checkpoints"])
+def test_pruning_removes_nothing_behind_a_link(tiny_run, finished, name):
+    finished(**TWO)
+    linked, archive = tiny_run.directory / "run" / name, tiny_run.directory / "archive"
+    shutil.move(linked, archive)
+    linked.symlink_to(archive)
     kept = contents(archive)
     tiny_run(**SAVING, resume=True)
-    assert contents(archive) == kept
-    assert (directory / "step_000002").is_symlink()
-    assert [path.name for path in list_checkpoints(directory)] == ["step_000002", "step_000003"]
+    assert kept.items() <= contents(archive).items() and linked.is_symlink()
+    assert tiny_run.checkpoints() == ["step_000002", "step_000003"]
 
 
 @pytest.mark.parametrize("name", ["step_1", "step_9", "step_0", "step_1 copy", "step_1.bak"])
@@ -173,26 +173,16 @@ def test_where_every_file_counts_as_ours_copies_and_empty_folders_go(tiny_run, m
     directory = tiny_run.directory / "run" / "checkpoints"
     shutil.copytree(directory / "step_000001", directory / "step_0")
     (directory / "step_000001" / "mine").mkdir()
-    tiny_run(**SAVING | {"training.steps": 2}, resume=True)
+    tiny_run(**TWO, resume=True)
     assert [path.name for path in directory.iterdir()] == ["step_000002"]
     (directory / "step_000009").mkdir()
     tiny_run(**SHORT, overwrite=True)
     assert [path.name for path in directory.iterdir()] == ["step_000001"]
 
 
-def test_pruning_removes_nothing_behind_a_link(tiny_run, finished):
-    finished(**SAVING | {"training.steps": 2})
-    directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
-    shutil.move(directory, archive)
-    directory.symlink_to(archive)
-    kept = contents(archive)
-    tiny_run(**SAVING, resume=True)
-    assert kept.items() <= contents(archive).items()
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "summary.json"])
 def test_resuming_does_not_write_through_a_link(tiny_run, finished, name):
-    finished(**SAVING | {"training.steps": 2})
+    finished(**TWO)
     directory = tiny_run.directory / "run"
     archived = tiny_run.directory / name
     shutil.move(directory / name, archived)
@@ -203,22 +193,42 @@ def test_resuming_does_not_write_through_a_link(tiny_run, finished, name):
     assert archived.read_bytes() == before and (directory / name).is_symlink()
 
 
-@pytest.mark.parametrize("mode", ["resume", "overwrite"])
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def link(path):
+    path.symlink_to("nowhere")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["manifest.json", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "drift.png"],
+    ("name", "make", "kind"),
+    [
+        *(
+            (name, make, "regular file")
+            for name in (
+                "manifest.json",
+                "config.yaml",
+                "metrics.jsonl",
+                "summary.json",
+                "drift.png",
+            )
+            for make in (os.mkdir, os.mkfifo)
+        ),
+        *((name, make, "directory") for name in ("checkpoints", "replay") for make in (put, link)),
+    ],
 )
-def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(
-    tiny_run, finished, name, make, mode
+def test_what_stands_in_the_place_of_a_file_or_a_folder_is_refused_at_once(
+    tiny_run, finished, name, make, kind
 ):
     finished(**SAVING)
     directory = tiny_run.directory / "run"
-    (directory / name).unlink(missing_ok=True)
+    remove(directory / name)
     make(directory / name)
     before = contents(directory)
-    with pytest.raises(RunDirectoryError, match=f"{name} is no regular file"):
-        tiny_run(**SAVING | {"training.steps": 4}, **{mode: True})
+    for mode in ("resume", "overwrite"):
+        with pytest.raises(RunDirectoryError, match=f"{name} is no {kind}"):
+            tiny_run(**SAVING | {"training.steps": 4}, **{mode: True})
     assert contents(directory) == before and os.path.lexists(directory / name)
 
 
@@ -234,21 +244,6 @@ def test_without_the_check_a_folder_in_the_place_of_a_file_is_found_at_the_end(
     with pytest.raises(OSError, match=r"summary\.json"):
         tiny_run(**SAVING, resume=True)
     assert (directory / "checkpoints" / "step_000003").is_dir()
-
-
-@pytest.mark.parametrize(
-    "make", [put, lambda path: path.symlink_to("nowhere")], ids=["file", "link"]
-)
-@pytest.mark.parametrize("name", ["checkpoints", "replay"])
-def test_what_is_no_folder_in_the_place_of_one_is_refused_at_once(tiny_run, finished, name, make):
-    finished(**SHORT)
-    directory = tiny_run.directory / "run"
-    shutil.rmtree(directory / name, ignore_errors=True)
-    make(directory / name)
-    before = contents(directory)
-    with pytest.raises(RunDirectoryError, match=f"{name} is no directory"):
-        tiny_run(**SHORT, resume=True)
-    assert contents(directory) == before
 
 
 def test_a_pipe_in_the_place_of_a_checkpoint_s_state_is_refused_and_not_waited_for(
@@ -271,7 +266,7 @@ def test_a_run_directory_that_is_itself_a_link_runs_resumes_and_is_overwritten(t
     tiny_run(**SAVING)
     tiny_run(**SAVING, resume=True)
     tiny_run(**SHORT, overwrite=True)
-    assert [path.name for path in list_checkpoints(real / "checkpoints")] == ["step_000001"]
+    assert tiny_run.checkpoints() == tiny_run.checkpoints("scratch") == ["step_000001"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml.partial", "summary.json.partial"])
@@ -319,6 +314,9 @@ def test_a_damaged_manifest_lists_nothing_that_may_be_removed(tiny_run, finished
 
 
 def test_overwriting_goes_on_after_a_kill_in_the_middle_of_it(tiny_run, finished, monkeypatch):
+    def interrupted(path, **given):
+        raise KeyboardInterrupt
+
     finished(**SAVING)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", interrupted)
@@ -327,10 +325,6 @@ def test_overwriting_goes_on_after_a_kill_in_the_middle_of_it(tiny_run, finished
     _, rows = tiny_run(**SHORT, overwrite=True)
     assert [row["step"] for row in rows] == [1]
     assert not list((tiny_run.directory / "run").rglob(".rl_consistency-*"))
-
-
-def interrupted(path, **given):
-    raise KeyboardInterrupt
 
 
 def test_a_directory_that_only_begins_like_a_leftover_is_left_alone(tmp_path):

@@ -11,9 +11,7 @@ from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.hopper import backward
-from rl_consistency.kernels.attention.layout import (
-    PackedSequences,
-)
+from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -50,6 +48,7 @@ from tests.gpu.kernels.attention.attention_cases import (
     paged_layout,
     together,
 )
+from tests.kernels.attention import layouts
 
 pytestmark = pytest.mark.gpu
 
@@ -103,9 +102,8 @@ def test_prefill_of_heads_that_leave_columns_empty_gives_the_bytes_of_plain_kern
     columns apart: those of 72 and 88 side by side would not be on lines of 32 bytes."""
     case = Case(dtype, 128, window, heads, kv_heads)
     lengths = BORDERS * 6
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
     q, k, v = (x[..., :dim] for x in drawn(case, sum(lengths), 0)[:3])
-    layout = PackedSequences.of(starts, lengths)
+    layout = layouts.packed(lengths)
     if not admits(PREFILL_HOPPER, layout, q, k, v):
         pytest.skip("needs sm_90")
     call = partial(attention_fwd, q, k, v, layout, *case.options.values())

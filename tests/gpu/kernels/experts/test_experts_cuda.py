@@ -141,27 +141,6 @@ def test_nothing_waits_for_the_host():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_rows_with_impossible_ids_give_nan_and_touch_no_others():
-    x, ids, weights, gate_up, down, layout = case()
-    with torch.no_grad():
-        expected = experts(x, ids, weights, gate_up, down, layout, activation="silu")
-        ids[5, 2], ids[151, 0], ids[152] = EXPERTS, -1, ids[152].flip(0)
-        y = experts(x, ids, weights, gate_up, down, layout, activation="silu")
-    bad = [5, 151, 152]
-    assert y[bad].isnan().all()
-    rest = [r for r in range(ROWS) if r not in bad]
-    assert same_bytes(y[rest], expected[rest])
-
-
-def test_sequences_that_share_rows_are_refused_before_a_gradient():
-    x, ids, weights, gate_up, down, _ = case()
-    layout = PackedSequences.of([0, 10], [12, 10])
-    gate_up.requires_grad_()
-    y = experts(x, ids, weights, gate_up, down, layout, activation="silu")
-    with pytest.raises(ValueError, match="share rows"):
-        y.sum().backward()
-
-
 def test_a_logit_that_is_not_finite_fails_its_row_alone():
     logits = probe((6, 128)).to(DEVICE)
     _, expected, _ = choose_fwd(logits, 8, True)
