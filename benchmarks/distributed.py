@@ -104,10 +104,8 @@ def by_turns(
                 run()
                 seconds = finished_seconds(world.device) - start
             found[name].append((seconds, peak[0]))
-    own = {}
-    for name, each in found.items():
-        seconds, peaks = zip(*each[WARM_UP:], strict=True)
-        own[name] = median(seconds), max(peaks)
+    counted = {name: each[WARM_UP:] for name, each in found.items()}
+    own = {n: (median(s for s, _ in each), max(p for _, p in each)) for n, each in counted.items()}
     ranks = world.gather("figures", own)
     return {n: (max(r[n][0] for r in ranks), max(r[n][1] for r in ranks)) for n in ways}
 

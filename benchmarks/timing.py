@@ -21,7 +21,7 @@ import torch
 from triton.errors import TritonError
 
 from rl_consistency.numerics.clock import finished_seconds
-from rl_consistency.numerics.settings import SETTINGS, numeric_settings
+from rl_consistency.numerics.settings import numeric_settings, read_settings, write_settings
 from rl_consistency.tuning.stopwatch import Call, ColdDevice, interleaved
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -38,7 +38,7 @@ UNAVAILABLE = (
 )  # fmt: skip
 """What a stock backend or a peer raises where it does not cover a shape, a device or a version."""
 
-LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
+LIBRARY_DEFAULTS = read_settings()
 """The settings of a process that has not set any: read when this module is imported."""
 
 ROUNDS = {"seconds": 0.12, "least": 7, "most": 60}
@@ -53,18 +53,12 @@ def reason(error: BaseException) -> str:
 @contextmanager
 def library_defaults() -> Iterator[None]:
     """Process-wide numeric settings as torch ships them, inside the block."""
-    before = tuple(setting.read() for setting in SETTINGS)
-    _write_settings(LIBRARY_DEFAULTS)
+    before = read_settings()
+    write_settings(LIBRARY_DEFAULTS)
     try:
         yield
     finally:
-        _write_settings(before)
-
-
-def _write_settings(values: Sequence[Any]) -> None:
-    for setting, value in zip(SETTINGS, values, strict=True):
-        if setting.read() != value:
-            setting.write(value)
+        write_settings(before)
 
 
 class Contestant(NamedTuple):

@@ -18,9 +18,8 @@ from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.cublaslt import LIBRARY_ROWS, certified_to_the_row
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick
-from rl_consistency.kernels.sampling.op import SamplingRows
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
-from rl_consistency.rollout.device.sampler import sample
 
 
 def normal(bench: Machine, *shape: int) -> Tensor:
@@ -143,7 +142,7 @@ def drawn_tokens(bench: Machine, tokens: int, vocabulary: int) -> dict[str, Any]
         return ids.squeeze(1), logprobs.gather(1, ids).squeeze(1)
 
     return bench.measure(
-        ours=Contestant([lambda: sample(logits, rows, uniforms)]),
+        ours=Contestant([lambda: distribution(logits, rows).sample(uniforms)]),
         stock={"softmax + multinomial": Contestant([multinomial])},
         moved_bytes=4.0 * tokens * vocabulary,
     )

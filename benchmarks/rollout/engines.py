@@ -104,16 +104,12 @@ def beside(engines: Engines, model: str, works: Sequence[Workload]) -> list[Case
     model_config(model)
     answers: dict[str, tuple[list[list[float]], str]] = {}  # once the first row is asked for
     run = partial(_row, answers, {"ours": ("ours", {}), **engines}, model, works)
-    return [
-        Case(work=_name(work), shape={"model": model, **work.shape}, run=partial(run, place))
-        for place, work in enumerate(works)
-    ]
-
-
-def _name(work: Workload) -> str:
-    if work.longest == 1:
-        return "prefill"
-    return "generate" if work.shortest == work.longest else "generate, joining"
+    found = []
+    for place, work in enumerate(works):
+        name = "generate" if work.shortest == work.longest else "generate, joining"
+        name, shape = "prefill" if work.longest == 1 else name, {"model": model, **work.shape}
+        found.append(Case(work=name, shape=shape, run=partial(run, place)))
+    return found
 
 
 def _row(
@@ -147,12 +143,18 @@ def engine_times(
     config.architectures = [classes[type(config)].__name__]
     config.dtype = torch.bfloat16
     longest = max(work.prompt_len + work.longest for work in works)
+    # The cache that every engine gets: all sequences that run at a time, and a little room behind.
+    blocks = int(1.02 * max(MAX_NUM_SEQS * (longest + 32), MAX_MODEL_LEN)) // KV_BLOCK
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     given = {
         **given,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_model_len": MAX_MODEL_LEN,
         "tokens_per_sequence": longest + TOKENS_BEYOND,
-        **kv_cache_size(config, MAX_NUM_SEQS, longest),
+        "num_kv_blocks": blocks,
+        "kv_cache_memory_bytes": blocks * KV_BLOCK * per_token,
         "works": [
             {
                 "new_tokens": work.lengths(),
@@ -171,13 +173,3 @@ def engine_times(
     if failure:
         print(printed[-5000:], file=sys.stderr, flush=True)
     return found, failure
-
-
-def kv_cache_size(config: Any, sequences: int, length: int) -> dict[str, int]:
-    """The cache that every engine gets, in blocks of ours and in bytes of bf16: so many sequences,
-    with a little room behind each."""
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    blocks = int(1.02 * max(sequences * (length + 32), MAX_MODEL_LEN)) // KV_BLOCK
-    return {"num_kv_blocks": blocks, "kv_cache_memory_bytes": blocks * KV_BLOCK * per_token}

@@ -37,6 +37,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
 )
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 
+_WEIGHT_UNIT = 2.0**52
 MASS_UNIT = 2.0**40
 """A mass is an integer in units of 1 / `MASS_UNIT`; the most probable id has the mass 1."""
 MAX_VOCABULARY = 2**22
@@ -183,6 +184,26 @@ class Distribution:
         picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         return picked - self.log_normalizer
 
+    def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """`draw` and the logprobs [T] fp32 of what it drew; NaN in a NaN row."""
+        token_ids = self.draw(uniforms)
+        return token_ids, self.logprobs_of(token_ids)
+
+    def draw(self, uniforms: Tensor) -> Tensor:
+        """[T] int64: the first id whose cumulative weight exceeds u times the total, u [T] fp64 in
+        [0, 1). An id weighs floor(p * 2**52), on CUDA with the exp of `ORDER`'s masses; a greedy
+        row gives the lowest id among the maxima, a NaN row 0. ValueError on other uniforms.
+        """
+        if uniforms.dtype != torch.float64 or uniforms.shape != self.log_normalizer.shape:
+            raise ValueError(
+                f"sampling: uniforms are {uniforms.dtype} {tuple(uniforms.shape)} for "
+                f"{self.log_normalizer.shape[0]} rows; need fp64, one per row."
+            )
+        return self._drawn(uniforms)
+
+    def _drawn(self, uniforms: Tensor) -> Tensor:
+        return inverse_cdf(self.probabilities(), uniforms)
+
     def entropy(self) -> Tensor:
         """[T] fp32 entropy in nats."""
         probabilities = self.probabilities()
@@ -230,20 +251,26 @@ class ReducedDistribution(Distribution):
     def entropy(self) -> Tensor:
         return self.row_entropy
 
-    def draw(self, uniforms: Tensor) -> Tensor:
-        """[T] int64: the first id whose cumulative weight exceeds u times the total, u [T] fp64 in
-        [0, 1). An id weighs floor(p * 2**52), with the exp of `ORDER`'s masses; a NaN row gives 0.
-        """
-        if uniforms.dtype != torch.float64 or uniforms.shape != self.log_normalizer.shape:
-            raise ValueError(
-                f"sampling: uniforms are {uniforms.dtype} {tuple(uniforms.shape)} for "
-                f"{self.logits.shape[0]} rows; need fp64, one per row."
-            )
+    def _drawn(self, uniforms: Tensor) -> Tensor:
         return vocabulary_draw(*self._rows, uniforms, self.unit_temperature)
 
     @property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         return self.logits, self.divisor, self.support, self.top, self.log_normalizer
+
+
+def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The token at which each row's cumulative probability first exceeds u times its total.
+
+    probabilities [n, V] fp32, not necessarily adding up to exactly 1; uniforms [n] fp64 in [0, 1).
+    Returns [n] int64, always a token of positive probability (0 for a row of zeros or NaN).
+    """
+    weights = (probabilities.nan_to_num(0.0).double() * _WEIGHT_UNIT).long()
+    cumulative = weights.cumsum(dim=-1)  # of integers, which are exact in any order
+    total = cumulative[:, -1:]
+    # u * total may round up to the total: the last token with any weight is the guard.
+    threshold = torch.minimum((uniforms[:, None] * total.double()).long(), total - 1)
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
 
 
 def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.sampling.op import inverse_cdf
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.rollout.block_manager import GPU_CACHE_SHARE
-from rl_consistency.rollout.device.sampler import inverse_cdf
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 

@@ -15,13 +15,13 @@ from rl_consistency.kernels.sampling.op import (
 )
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
-from rl_consistency.rollout.device.sampler import sample
 from tests.kernels.sampling.references import (
     KINDS,
     by_selection,
     by_sort,
     by_torch,
     logits,
+    sample,
     uniforms_of,
 )
 

@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
-from rl_consistency.kernels.sampling.op import sorted_support
+from rl_consistency.kernels.sampling.op import distribution, inverse_cdf, sorted_support
 from rl_consistency.kernels.sampling.statistics_triton import vocabulary_shifted
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
-from rl_consistency.rollout.device.sampler import inverse_cdf
 
 LAST = 1.0 - 2.0**-53
 
@@ -63,8 +62,12 @@ def by_selection(values, rows):
     return vocabulary_shifted(values, rows.divisor, nothing, False, support) > -torch.inf
 
 
+def sample(values, rows, uniforms):
+    return distribution(values, rows).sample(uniforms)
+
+
 def by_torch(one, uniforms):
-    """Ids and logprobs that `sample` draws from a distribution on a CPU."""
+    """Ids and logprobs that are sampled from a distribution on a CPU."""
     log_normalizer = one.log_normalizer.unsqueeze(1)
     token_ids = inverse_cdf(pinned_exp(one.scaled - log_normalizer), uniforms)
     return token_ids, (one.scaled.gather(1, token_ids.unsqueeze(1)) - log_normalizer).squeeze(1)

@@ -5,8 +5,6 @@ import torch
 
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
-from rl_consistency.rollout.device import sampler
-from rl_consistency.rollout.device.sampler import sample
 from tests.kernels.sampling.references import LAST, by_torch, uniforms_of
 
 pytestmark = [
@@ -88,11 +86,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert alone.draw(uniforms[i : i + 1]).equal(together[i : i + 1])
 
 
-def test_sample_draws_from_what_cuda_reduced(monkeypatch):
-    monkeypatch.setattr(sampler, "distribution", triton_distribution)
+def test_sampling_reads_what_cuda_reduced():
     values, rows, uniforms = probe_logits(8, 300), rows_of(8), uniforms_of(8)
-    token_ids, logprobs = sample(values, rows, uniforms)
     one = triton_distribution(values, rows)
+    token_ids, logprobs = one.sample(uniforms)
     assert token_ids.equal(one.draw(uniforms)) and logprobs.equal(one.logprobs_of(token_ids))
     assert "scaled" not in one.__dict__  # nothing of the logits' size was written
 

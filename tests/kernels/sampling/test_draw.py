@@ -1,13 +1,13 @@
-"""The sampler: inverse CDF in token-id order, row by row, logprobs of the training function."""
+"""Draws: inverse CDF in token-id order, row by row, logprobs of the training function."""
 
 import math
 
 import pytest
 import torch
 
-from rl_consistency.kernels.sampling.op import SamplingRows, distribution
-from rl_consistency.rollout.device.sampler import inverse_cdf, sample
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution, inverse_cdf
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.kernels.sampling.references import sample
 
 LAST = 1.0 - 2.0**-53
 
