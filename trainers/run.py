@@ -85,6 +85,9 @@ from rl_consistency.trainers.warm_start import warm_start
 Announce = Callable[[str], None]
 
 
+HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "on_drift"}
+
+
 def quiet(line: str) -> None:
     """Tells nobody."""
 
@@ -374,7 +377,7 @@ class _Run:
         engine = engine_of(config, self.model, self.tokenizer)
         self.hook = ConsistencyHook(
             self.model,
-            **config.consistency.of_the_hook(),
+            **config.consistency.model_dump(include=HOOK_SETTINGS),
             metrics_of=config.tracking.metrics_of,
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,

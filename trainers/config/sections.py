@@ -151,11 +151,6 @@ class ConsistencySection(RecipeSection):
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""
 
-    def of_the_hook(self) -> dict[str, Any]:
-        """What `ConsistencyHook` is given."""
-        others = {"strict", "strict_except", "gradient_leaves", "ordered"}
-        return self.model_dump(exclude=others)
-
     def strictness(self) -> AbstractContextManager[Strictness]:
         """What the section says of strictness, else what holds outside the block."""
         if self.strict is None and not self.strict_except:
