@@ -38,7 +38,6 @@ from rl_consistency.trainers.policy import check_policy, load_policy
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
-    StepEnd,
     capture,
     load_weights,
     read_weights,
@@ -49,6 +48,7 @@ from rl_consistency.trainers.run_directory.checkpoint import (
 )
 from rl_consistency.trainers.run_directory.directory import (
     CHECKPOINTS,
+    METRICS,
     REFERENCE,
     REPLAY,
     check_directory,
@@ -69,6 +69,7 @@ from rl_consistency.trainers.run_directory.inputs import (
 from rl_consistency.trainers.run_directory.step_files import (
     StepFiles,
     passed,
+    read_metrics,
     summary_of,
     write_summary,
 )
@@ -320,16 +321,16 @@ class _Run:
         if regular or ends or (last and self.resumed):
             self.save(step, self.state())
 
-    def state(self) -> StepEnd:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of now, beside weights and optimizers."""
-        return StepEnd(capture(), self.hook.state_dict())
+        return {"random_state": capture(), "totals": self.hook.state_dict()}
 
-    def save(self, step: int, end: StepEnd) -> None:
-        """Write the checkpoint of a step. Every rank calls it."""
+    def save(self, step: int, end: Mapping[str, Any]) -> None:
+        """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
         tensors = {"optimizer": self.optimizer.tensors()}
         tensors |= self.critic.saved() if self.critic else {}
         extra = {
-            "random_state": end.random_state,
+            "random_state": end["random_state"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
@@ -343,7 +344,7 @@ class _Run:
             tokenizer=self.tokenizer,
             **tensors,
             schedule=self.optimizer.schedule_state(),
-            totals=end.totals,
+            totals=end["totals"],
             extra=extra | {"step_files": self.step_files.state()},
             fingerprint=self.continued_under,
             keep=self.config.training.keep_checkpoints,
@@ -354,7 +355,7 @@ class _Run:
     def summarize(self) -> dict[str, Any]:
         """Write `summary.json` and return it."""
         seconds = time.perf_counter() - self.began
-        found = summary_of(self.step_files.metrics(), self.hook.summary())
+        found = summary_of(read_metrics(self.directory / METRICS), self.hook.summary())
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:
             found["critic_digest"] = self.critic.digest

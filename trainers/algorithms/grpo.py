@@ -101,8 +101,7 @@ class GRPOTrainer:
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
         self._micro_batch_size = config.training.micro_batch_size
-        packed = config.training.layout == "packed"
-        self._layout: Layout = "packed" if packed else "right_padded"
+        self._layout: Layout = "packed" if config.training.layout == "packed" else "right_padded"
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self.weights_digest = self._common_digest("before the first step")
 

@@ -57,9 +57,8 @@ def compute_rewards(
         by_function[term.name] = scores
         total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
     if wrong := [i for i, value in enumerate(total) if not abs(value) <= LARGEST]:
-        raise RewardError(
-            f"the weighted rewards add up to {total[wrong[0]]} for {batch.sample(wrong[0])}"
-        )
+        value, sample = total[wrong[0]], batch.sample(wrong[0])
+        raise RewardError(f"the weighted rewards add up to {value} for {sample}")
     return Rewards(total, by_function)
 
 
@@ -115,9 +114,8 @@ class _Batch:
 
     def sample(self, index: int) -> str:
         """A sample, as messages name it."""
-        text = self.completions[index]
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        return f"sample {index}, example {self.examples[index].id}, completion {shown!r}"
+        text = shown(self.completions[index])
+        return f"sample {index}, example {self.examples[index].id}, completion {text:.80}"
 
 
 def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
@@ -125,23 +123,17 @@ def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
     count = len(batch.completions)
     numbers = [_number(score) for score in scores] if type(scores) is list else []
     if isinstance(error, TimeIsUp):
-        problem = (
-            f"took longer than {batch.timeout:g} s for {count} completions (reward.timeout)"
-            f"{term.place_of(error)}: raise the limit, or let the function give up by itself"
-        )
+        limit = f"{batch.timeout:g} s for {count} completions (reward.timeout)"
+        problem = f"took longer than {limit}{term.place_of(error)}: raise it or give up earlier"
     elif error is not None:
         problem = f"raised {one_line(error)} ({_failing_sample(term, batch)}){term.place_of(error)}"
     elif type(scores) is not list:
         shape = f" of shape {tuple(scores.shape)}" if _is_array(scores) else ""
-        problem = (
-            f"returned {type(scores).__name__}{shape}: it must return a list, a NumPy array or a "
-            "tensor with one number per completion"
-        )
+        needed = "a list, a NumPy array or a tensor with one number per completion"
+        problem = f"returned {type(scores).__name__}{shape}: it must return {needed}"
     elif len(scores) != count:
-        problem = (
-            f"returned {len(scores)} scores for {count} completions: sample "
-            f"{min(len(scores), count)} is the first unmatched one"
-        )
+        first = f"sample {min(len(scores), count)} is the first unmatched one"
+        problem = f"returned {len(scores)} scores for {count} completions: {first}"
     elif wrong := [i for i, number in enumerate(numbers) if not abs(number) <= LARGEST]:
         value, sample = shown(scores[wrong[0]]), batch.sample(wrong[0])
         problem = f"returned {value:.60}, not a finite float32, for {sample}"

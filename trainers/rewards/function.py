@@ -68,7 +68,6 @@ def reference_number(answer: str) -> Decimal:
     return number
 
 
-RewardCallable = Callable[..., Any]
 ARGUMENTS = {
     "ours": frozenset({"prompts", "completions", "answers"}),
     "trl": frozenset({"prompts", "completions", "completion_ids"}),
@@ -85,7 +84,7 @@ class RewardFunction:
     """One term of the reward: its name in the recipe, and its factor in the sum."""
 
     name: str
-    function: RewardCallable
+    function: Callable[..., Any]
     weight: float = 1.0
     signature: RewardSignature = "ours"
     answer_field: str = "answer"
@@ -128,17 +127,15 @@ class RewardFunction:
         return _place(error, *(module for module in named if isinstance(module, str)))
 
 
-def resolve(name: str) -> RewardCallable:
+def resolve(name: str) -> Callable[..., Any]:
     """The reward function of that name: built in, or `package.module:function`."""
     if ":" not in name:
         if name in BUILT_IN:
             return BUILT_IN[name]
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise RewardError(
-            f"unknown reward function {name!r}: {hint}Built in are {', '.join(BUILT_IN)}; your own "
-            "is named package.module:function"
-        )
+        known = f"Built in are {', '.join(BUILT_IN)}; your own is named package.module:function"
+        raise RewardError(f"unknown reward function {name!r}: {hint}{known}")
     module_name, _, attribute = name.partition(":")
     try:
         with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -181,10 +178,8 @@ def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example])
     everywhere, anywhere = frozenset.intersection(*names), frozenset.union(*names)
     for term in functions:
         if taken := sorted(anywhere & term.columns(frozenset())):
-            raise RewardError(
-                f"the data field {', '.join(taken)} has the name of an argument that every reward "
-                "function takes: rename it in the data"
-            )
+            problem = "has the name of an argument that every reward function takes"
+            raise RewardError(f"the data field {', '.join(taken)} {problem}: rename it in the data")
         for example in examples if term.function is gsm8k else ():
             try:
                 reference_number(example.answer)
@@ -198,12 +193,11 @@ def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example])
             try:
                 signature.bind(**dict.fromkeys(term.columns(fields)))
             except TypeError as error:
-                given = ", ".join(sorted(fields)) or "none"
+                common, own = (", ".join(sorted(s)) for s in (term.columns(frozenset()), fields))
                 raise RewardError(
                     f"reward function {term.name!r} does not fit the data: {error}; signature "
-                    f"{term.signature} gives {', '.join(sorted(term.columns(frozenset())))}, and "
-                    f"beside prompt and answer the data has the fields {given} (take others with "
-                    "**extra)"
+                    f"{term.signature} gives {common}, and beside prompt and answer the data has "
+                    f"the fields {own or 'none'} (take others with **extra)"
                 ) from error
 
 
