@@ -34,7 +34,7 @@ def group_advantages(
     """
     values = [float(reward) for reward in rewards]
     if group_size < 2:
-        remedy = "sample more completions per prompt, which are each other's baseline"
+        remedy = "a group of one has no baseline; sample more completions per prompt"
         raise ValueError(f"group_size must be at least 2, got {group_size}: {remedy}")
     if not values or len(values) % group_size:
         needed = f"a positive multiple of group_size {group_size}"

@@ -39,9 +39,9 @@ def is_first_process() -> bool:
     return _world_size() == 1 or os.environ.get("RANK", "").strip() in ("", "0")
 
 
-def check_launch(config: RunConfig) -> StrategyName:
-    """The strategy that holds here. ValueError, with every setting and its remedy, where the
-    launcher asks for what is not done, or a number of processes cannot share the work."""
+def check_launch(config: RunConfig) -> None:
+    """ValueError, with every setting and its remedy, where the launcher asks for what is not done,
+    or a number of processes cannot share the work."""
     _refuse_mpi()
     size = _world_size()
     _refuse_unshared(config, size)
@@ -56,7 +56,6 @@ def check_launch(config: RunConfig) -> StrategyName:
     problems = [*_unhonoured(config.run.device), *unfollowed(config.policy.dtype)]
     if problems := [*problems, *strategy_problems(config, strategy)]:
         raise ValueError("; ".join(problems))
-    return strategy
 
 
 def check_machine(config: RunConfig) -> RunConfig:
@@ -64,7 +63,8 @@ def check_machine(config: RunConfig) -> RunConfig:
 
     ValueError where this process cannot do what the recipe says, before anything is computed.
     """
-    strategy = check_launch(config)
+    check_launch(config)
+    strategy = strategy_of(config.training.strategy)
     if config.run.device == "cuda" and not torch.cuda.is_available():
         remedy = "set it to cpu, or install a CUDA build"
         raise ValueError(f"run.device is cuda but torch sees no GPU here; {remedy}")

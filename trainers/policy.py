@@ -205,8 +205,8 @@ def _refuse_quantised(config: dict[str, Any], source: str) -> None:
         return
     if isinstance(kind, dict):
         kind = kind.get("quant_method", kind)
-    remedy = f"use a model saved as {' or '.join(DTYPES)}"
-    raise PolicyError(f"{source} holds quantised weights ({kind or dtype}): {remedy}")
+    found = f"quantised weights ({kind or dtype}), which are not supported"
+    raise PolicyError(f"{source} holds {found}: use a model saved as {' or '.join(DTYPES)}")
 
 
 def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:

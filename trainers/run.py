@@ -36,7 +36,7 @@ from rl_consistency.trainers.launch import (
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import check_policy, load_policy
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
+from rl_consistency.trainers.rewards import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
     capture,
     load_weights,
@@ -76,15 +76,13 @@ from rl_consistency.trainers.run_directory.step_files import (
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
+    Say,
     TrackerSet,
     check_wandb,
     take_steps,
     trackers_of,
 )
 from rl_consistency.trainers.warm_start import warm_start
-
-Announce = Callable[[str], None]
-
 
 HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "on_drift"}
 
@@ -99,8 +97,8 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    announce: Announce = print,
-    starting: Announce = quiet,
+    announce: Say = print,
+    starting: Say = quiet,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
@@ -166,12 +164,7 @@ class _Run:
     """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        announce: RunOutput,
-        stack: ExitStack,
-        world: World,
-        starting: Announce,
+        self, config: RunConfig, announce: RunOutput, stack: ExitStack, world: World, starting: Say
     ):
         self.began = time.perf_counter()
         self.config, self.directory = config, config.run.output_dir

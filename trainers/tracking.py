@@ -33,7 +33,7 @@ from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.interrupts import Ending
 from rl_consistency.trainers.optimizer import GradientNormError
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import checkpoint_name
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 from rl_consistency.trainers.run_directory.step_files import Metrics

@@ -14,13 +14,11 @@ import yaml
 
 from rl_consistency.cli.main import main
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers import interrupts, run
+from rl_consistency.trainers import interrupts, rewards, run
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.interrupts import Ending, interrupts_heard
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards import compute
-from rl_consistency.trainers.rewards.compute import compute_rewards
-from rl_consistency.trainers.rewards.function import RewardFunction, resolve
+from rl_consistency.trainers.rewards import RewardFunction, compute_rewards, resolve
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")
@@ -58,7 +56,7 @@ def test_an_interrupt_that_a_reward_function_swallows_passes_through():
 
 def test_unheard_a_swallowed_interrupt_is_lost(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(compute, "interrupts_heard", nullcontext)
+    monkeypatch.setattr(rewards, "interrupts_heard", nullcontext)
     assert compute_rewards([RewardFunction("mine", swallowing)], [EXAMPLE], ["2"]).total == [0.0]
 
 

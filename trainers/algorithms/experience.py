@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.rewards.compute import Rewards
+from rl_consistency.trainers.rewards import Rewards
 
 
 @dataclass(kw_only=True)

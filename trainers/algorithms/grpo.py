@@ -55,8 +55,7 @@ from rl_consistency.trainers.losses import (
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
-from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
+from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 

@@ -42,8 +42,8 @@ from rl_consistency.trainers.config.strict_yaml import (
     apply_overrides,
     dump,
     read,
-    shown,
 )
+from rl_consistency.trainers.data.foreign_files import shown
 
 MOVED = {
     "rollout.samples_per_prompt": "rollout.sampling.n",
@@ -202,7 +202,8 @@ def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str
         remedy = "use replicated, with any number of processes, or algorithm.name grpo"
         yield f"training.strategy: {strategy} shards no critic, which ppo needs: {remedy}"
     if strategy == "zero1" and config.policy.dtype == "bfloat16":
-        yield "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy: use zero2"
+        problem = "zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed"
+        yield f"training.strategy: {problem}: use zero2"
     if strategy in ("zero2", "zero3") and config.consistency.shadow_every:
         yield (
             f"consistency.shadow_every: under {strategy} DeepSpeed takes every gradient, that of a "
@@ -225,7 +226,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         tree = read(path)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {shown(repr(tree))}")
+            raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
         apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
@@ -258,7 +259,7 @@ def _problems(error: ValidationError) -> list[str]:
             message = str(item.get("ctx", {}).get("error", item["msg"]))
             problems += [f"{path}: {message}"] if path else message.splitlines()
         else:
-            problems.append(f"{path}: {item['msg']}, got {shown(repr(item['input']))}")
+            problems.append(f"{path}: {item['msg']}, got {shown(item['input']):.60}")
     return problems
 
 

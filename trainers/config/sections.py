@@ -304,7 +304,7 @@ class ArithmeticSection(RecipeSection):
     def _enough_sums(self) -> ArithmeticSection:
         if (sums := self.max_value**self.num_terms) < 64:
             found = f"{self.num_terms} terms up to {self.max_value} make only {sums} sums"
-            raise ValueError(f"{found}, two splits need 64: raise num_terms or max_value")
+            raise ValueError(f"{found}, too few for two disjoint splits: raise one of them")
         return self
 
 

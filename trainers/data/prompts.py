@@ -75,14 +75,11 @@ def leading_tokens(tokenizer: Any, examples: Sequence[Example]) -> list[int]:
     They are read off the first prompt that has tokens of its own.
     """
     for example in examples:
-        plain, whole = (
-            tokenizer.encode(example.prompt, add_special_tokens=added) for added in (False, True)
-        )
-        # Where a text's own first token is special too, the longest lead is the tokenizer's.
-        starts = range(len(whole) - len(plain), -1, -1)
-        found = (list(whole[:i]) for i in starts if whole[i : i + len(plain)] == plain)
-        if plain:
-            return next(found, [])
+        if plain := tokenizer.encode(example.prompt, add_special_tokens=False):
+            whole = tokenizer.encode(example.prompt, add_special_tokens=True)
+            # Where a text's own first token is special too, the longest lead is the tokenizer's.
+            starts = range(len(whole) - len(plain), -1, -1)
+            return next((list(whole[:i]) for i in starts if whole[i:][: len(plain)] == plain), [])
     return []
 
 

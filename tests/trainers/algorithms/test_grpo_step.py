@@ -13,7 +13,7 @@ from rl_consistency.trainers.data.arithmetic import problems
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
-from rl_consistency.trainers.rewards.function import RewardFunction
+from rl_consistency.trainers.rewards import RewardFunction
 from rl_consistency.trainers.strategies.strategy import Replicated
 
 
