@@ -64,7 +64,7 @@ def workspace(entity: str, project: str, shown: Sequence[Section], of_trl: bool)
             looks["log_y"] = True
         if panel.kind == "stacked":
             looks["plot_type"] = "stacked-area"
-        return reports.LinePlot(title=panel.title, y=names, **looks)
+        return reports.LinePlot(title=panel.title, y=[*names], **looks)
 
     made = []
     for section in shown:
