@@ -77,7 +77,7 @@ def check_directory(
         raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
     if listed and not resume:
         remedy = f"continue it with --resume, remove it with --overwrite, or {_OTHER}."
-        held = f"{directory} already holds a run: {remedy}"
+        held = f"{directory} already holds a run; {remedy}"
         if dry_run:
             return held
         if not overwrite:
