@@ -60,18 +60,16 @@ def workspace(entity: str, project: str, shown: Sequence[Section], of_trl: bool)
             return reports.MediaBrowser(title=panel.title, media_keys=names)
         if panel.kind == "table":
             return reports.WeavePanelSummaryTable(table_name=names[0])
+        looks: dict[str, Any] = {
+            "difference": {"log_y": True},
+            "stacked": {"plot_type": "stacked-area"},
+        }
         plot: dict[str, Any] = {"title": panel.title, "y": names, "title_y": panel.unit or None}
-        if panel.kind == "difference":
-            plot["log_y"] = True
-        if panel.kind == "stacked":
-            plot["plot_type"] = "stacked-area"
-        return reports.LinePlot(**plot)
+        return reports.LinePlot(**plot, **looks.get(panel.kind, {}))
 
     made = []
     for section in shown:
-        found = [
-            (panel, list(panel.trl_keys if of_trl else panel.keys)) for panel in section.panels
-        ]
+        found = ((panel, [*(panel.trl_keys if of_trl else panel.keys)]) for panel in section.panels)
         panels = [drawn(panel, names) for panel, names in found if names]
         made.append(workspaces.Section(name=section.title, panels=panels, is_open=True))
     return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ class Quantity:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     text = "directory that `rl-consistency train` wrote"
-    for name in ("run_a", "run_b"):
-        parser.add_argument(name, type=Path, help=text)
+    parser.add_argument("run_a", type=Path, help=text)
+    parser.add_argument("run_b", type=Path, help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
 
 
@@ -105,15 +105,14 @@ def load_run(directory: Path) -> Run:
 
     FileNotFoundError on a missing file, ValueError, naming the file, on a damaged one.
     """
-    metrics = {row["step"]: row for row in load_rows(directory)}
-    file = run_file(directory, CONFIG)
+    rows, file = load_rows(directory), run_file(directory, CONFIG)
     if not isinstance(recipe := read(file), dict):
         raise ValueError(f"{file} is no recipe: it must be a mapping of sections.")
     checkpoints = list_checkpoints(directory / CHECKPOINTS)
     entries = unseal(checkpoints[-1] / STATE).get("fingerprint") if checkpoints else None
-    digests = directory / DIGESTS
-    rows = read_digests(digests) if digests.exists() else []
-    return Run(directory, dict(flat(recipe)), entries, metrics, {row["step"]: row for row in rows})
+    digests = read_digests(file) if (file := directory / DIGESTS).exists() else []
+    by_step = ({row["step"]: row for row in each} for each in (rows, digests))
+    return Run(directory, dict(flat(recipe)), entries, *by_step)
 
 
 def compare(a: Run, b: Run, step: int) -> list[Quantity]:
@@ -145,26 +144,29 @@ def _made(
     def measured(*prefixes: str) -> dict[str, Any]:
         return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
+    whole = {"gradients": "consistency/gradient_digest", "weights": "rollout/weights_digest"}
     if digests is None:
-        whole = {"gradients": "consistency/gradient_digest", "weights": "rollout/weights_digest"}
-        found = {k: metrics.get(name) for k, name in whole.items()}
-        digests = {k: digest for k, digest in found.items() if digest is not None}
-    kept = {k: {"": v} if isinstance(v, str) else v for k, v in digests.items()}
+        digests = {k: metrics[name] for k, name in whole.items() if name in metrics}
+    digests = {**digests, "critic": metrics.get("consistency/critic_digest", {})}
+
+    def kept(name: str) -> Mapping[str, Any]:
+        found = digests.get(name, {})
+        return {"": found} if isinstance(found, str) else found
+
     loss = {"loss": measured("loss", "policy/")}
-    gradients = {"gradients": kept.get("gradients", {})}
-    critic = metrics.get("consistency/critic_digest")
+    gradients = {"gradients": kept("gradients")}
     return {
-        "initial weights": kept.get("initial_weights", {}),
-        "tokens of the rollout": kept.get("tokens", {}),
-        "logprobs of the rollout": kept.get("logprobs", {}),
+        "initial weights": kept("initial_weights"),
+        "tokens of the rollout": kept("tokens"),
+        "logprobs of the rollout": kept("logprobs"),
         "rewards": measured("reward/"),
-        "values of the critic": kept.get("values", {}),
-        "logprobs in training": kept.get("training_logprobs", {}),
+        "values of the critic": kept("values"),
+        "logprobs in training": kept("training_logprobs"),
         **(gradients | loss if several else loss | gradients),
         "norm of the gradients": measured("gradient_norm"),
         "learning rate": measured("learning_rate"),
-        "weights": kept.get("weights", {}),
-        "weights of the critic": {} if critic is None else {"": critic},
+        "weights": kept("weights"),
+        "weights of the critic": kept("critic"),
     }
 
 
@@ -174,16 +176,16 @@ Differing = dict[str, list[str | None]]
 
 def _settings(a: Run, b: Run) -> dict[str, Differing | None]:
     """Keys of the recipe and entries of the fingerprint that differ; None where one is unknown."""
-    recipe = _differing(a.recipe, b.recipe, besides=OWN)
-    if a.fingerprint is None or b.fingerprint is None:
-        return {"recipe": recipe, "fingerprint": None}
-    keys = (*a.recipe, *b.recipe)
-    return {"recipe": recipe, "fingerprint": _differing(a.fingerprint, b.fingerprint, besides=keys)}
 
+    def differing(x: Mapping[str, str] | None, y: Mapping[str, str] | None, *besides: str):
+        if x is None or y is None:
+            return None
+        pairs = {name: [x.get(name), y.get(name)] for name in {**x, **y} if name not in besides}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str], *, besides: Sequence[str]) -> Differing:
-    names = [name for name in {**a, **b} if name not in besides and a.get(name) != b.get(name)]
-    return {name: [a.get(name), b.get(name)] for name in names}
+    recipe = differing(a.recipe, b.recipe, *OWN)
+    entries = differing(a.fingerprint, b.fingerprint, *a.recipe, *b.recipe)
+    return {"recipe": recipe, "fingerprint": entries}
 
 
 def _print_settings(what: str, differing: Differing | None) -> None:

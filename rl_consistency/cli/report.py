@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,19 @@ def _worst_tokens(run_dir: Path) -> str:
         heads.insert(1, "token")
         for line in lines:
             line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
-    head = "".join(f"<th class=number>{name}</th>" for name in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td class=number>{value}</td>' for value in line)}</tr>" for line in lines
-    )
     where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}.{fault}"
-    return f"<p>{where}</p><table><tr>{head}</tr>{body}</table>"
+    return f"<p>{where}</p>{_table(heads, lines, numbers=0)}"
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[Any]], numbers: int) -> str:
+    """A table of cells that are HTML already; numbers stand in the columns from `numbers` on."""
+
+    def row(tag: str, cells: Sequence[Any]) -> str:
+        opened = [f"<{tag}{' class=number' if i >= numbers else ''}>" for i in range(len(cells))]
+        return f"<tr>{''.join(f'{o}{cell}</{tag}>' for o, cell in zip(opened, cells))}</tr>"
+
+    head = row("th", heads) if heads else ""
+    return f"<table>{head}{''.join(row('td', line) for line in lines)}</table>"
 
 
 def _texts(bundle: Path) -> tuple[dict[str, str], str]:
@@ -189,36 +196,22 @@ def _summary(path: Path) -> str:
         summary = parse_json_object(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}: resume the run to rewrite it") from error
-    flat = dict(_flattened(summary))
+    flat = {name: _shown(value) for name, value in _flattened(summary)}
     paths = ("consistency/", "stock/")
     figures = dict.fromkeys(name.split("/", 1)[1] for name in flat if name.startswith(paths))
-    tables = []
-    if figures:
-        head = "<th>figure</th><th class=number>rl_consistency</th><th class=number>stock</th>"
-        cells = {name: [flat.get(path + name, "") for path in paths] for name in figures}
-        tables.append(f"<table><tr>{head}</tr>{_table_rows(cells)}</table>")
-    if rest := {name: [value] for name, value in flat.items() if not name.startswith(paths)}:
-        tables.append(f"<table>{_table_rows(rest)}</table>")
-    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(tables)}</section>"
+    lines = [[html.escape(n), *(flat.get(path + n, "") for path in paths)] for n in figures]
+    rest = [[html.escape(n), value] for n, value in flat.items() if not n.startswith(paths)]
+    tables = [(["figure", "rl_consistency", "stock"], lines), ([], rest)]
+    shown = [_table(heads, cells, numbers=1) for heads, cells in tables if cells]
+    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(shown)}</section>"
 
 
-def _table_rows(cells: Mapping[str, Sequence[Any]]) -> str:
-    return "".join(
-        f"<tr><td>{html.escape(name)}</td>"
-        + "".join(f"<td class=number>{_shown(value)}</td>" for value in values)
-        + "</tr>"
-        for name, values in cells.items()
-    )
-
-
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _flattened(value, f"{prefix}{name}/")
+            yield from _flattened(value, f"{prefix}{name}/")
         else:
-            found.append((prefix + name, value))
-    return found
+            yield prefix + name, value
 
 
 def _shown(value: Any) -> str:
@@ -247,20 +240,19 @@ def samples_section(file: Path) -> str:
     if not rows:
         return ""
     shown = rows if len(rows) <= 2 * SAMPLE_STEPS else [*rows[:SAMPLE_STEPS], *rows[-SAMPLE_STEPS:]]
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in SAMPLE_COLUMNS)
-    body = "".join(line for row in shown for line in _sample_lines(row))
+    heads = [name.replace("_", " ") for name in SAMPLE_COLUMNS]
+    samples = (
+        {**s, "step": row["step"], "reward": f"{s['reward']:.6g}"}
+        for row in shown
+        for s in row["samples"]
+    )
+    lines = [
+        [f"<code>{html.escape(str(s[name]))}</code>" for name in SAMPLE_COLUMNS] for s in samples
+    ]
     return (
         "<section><h2>Samples</h2><p>Completions of the first and the last steps, the best and the "
-        f"worst of a group. All are in {file.name}.</p><table><tr>{head}</tr>{body}</table>"
-        "</section>"
+        f"worst of a group. All are in {file.name}.</p>{_table(heads, lines, numbers=99)}</section>"
     )
-
-
-def _sample_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    for sample in row["samples"]:
-        cells = {**sample, "step": row["step"], "reward": f"{sample['reward']:.6g}"}
-        texts = (html.escape(str(cells[name])) for name in SAMPLE_COLUMNS)
-        yield "<tr>" + "".join(f"<td><code>{text}</code></td>" for text in texts) + "</tr>"
 
 
 def _check_samples(row: dict[str, Any]) -> None:

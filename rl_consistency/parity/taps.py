@@ -61,9 +61,12 @@ class Tap(NamedTuple):
         parts = self.module.split(".")
         return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
 
+    @property
+    def place(self) -> str:
+        return f"{self.op}{'' if self.layer is None else f' of layer {self.layer}'} ({self.module})"
+
     def __str__(self) -> str:
-        where = "" if self.layer is None else f" of layer {self.layer}"
-        return f"{self.op}{where} ({self.module}), {self.what}"
+        return f"{self.place}, {self.what}"
 
 
 FINAL_NORM = Tap("rms_norm", "model.norm")
@@ -116,13 +119,16 @@ class Taps:
         """The next reports are of a call of so many rows in this layout."""
         rows: list[int] = []
         tokens: list[int] = []
-        spans = zip(layout.query_starts, layout.query_lens, layout.context_lens, strict=True)
-        for member, (start, queries, context) in zip(self.members, spans, strict=True):
+        spans = layout.query_starts, layout.query_lens, layout.context_lens
+        for member, start, queries, context in zip(self.members, *spans, strict=True):
             rows += range(start, start + queries)
-            first = self._firsts[member] + context - queries
-            tokens += range(first, first + queries)
-        self._rows, self._tokens = torch.tensor(rows), torch.tensor(tokens)
-        self._num_rows = num_rows
+            end = self._firsts[member] + context
+            tokens += range(end - queries, end)
+        self._rows, self._tokens, self._num_rows = (
+            torch.tensor(rows),
+            torch.tensor(tokens),
+            num_rows,
+        )
 
     def gave(self, tap: Tap, value: Tensor, reader: Tap | None = None) -> None:
         """An op's output; `reader`: the only op that reads it, whose gradient arrives there."""
@@ -155,21 +161,14 @@ class Taps:
 
     # The wrappers, one for each method that computes something.
 
-    def _call(
-        self,
-        run: Callable[..., Any],
-        model: Any,
-        ids: Tensor,
-        positions: Tensor,
-        layout: Any,
-        rows: Tensor | None = None,
-    ) -> Any:
+    def _call(self, run: Callable[..., Any], model: Any, *call: Any) -> Any:
+        ids, _, layout, *rows = call
         if model not in self._names:
-            return run(model, ids, positions, layout, rows)
+            return run(model, *call)
         self.begin(layout, ids.shape[0])
         # All rows are taken, in every layer.
-        found = run(model, ids, positions, layout)
-        return found if rows is None else found.index_select(0, rows)
+        found = run(model, *call[:3])
+        return found.index_select(0, rows[0]) if rows and rows[0] is not None else found
 
     def _leaf(self, run: Callable[..., Any], module: Any, x: Tensor) -> Any:
         name = self._names.get(module)
@@ -265,12 +264,10 @@ class Taps:
     ) -> Any:
         if self._attention and norms is not None:
             # The fused op keeps what its norms give to itself.
-            for part, x, weight, eps in (
-                ("q", q, norms.q_weight, norms.q_eps),
-                ("k", k, norms.k_weight, norms.k_eps),
-            ):
-                tap = Tap("rms_norm", f"{self._attention}.{part}_norm")
-                self.gave(tap, rms_norm(x, weight, eps))
+            q_normed = rms_norm(q, norms.q_weight, norms.q_eps)
+            k_normed = rms_norm(k, norms.k_weight, norms.k_eps)
+            self.gave(Tap("rms_norm", f"{self._attention}.q_norm"), q_normed)
+            self.gave(Tap("rms_norm", f"{self._attention}.k_norm"), k_normed)
         return run(q, k, *args, norms=norms)
 
     def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -320,7 +317,4 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
 
 
 def _reporting(run: Callable[..., Any], report: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **named: Any) -> Any:
-        return report(run, *args, **named)
-
-    return call
+    return lambda *args, **named: report(run, *args, **named)

@@ -34,9 +34,8 @@ from rl_consistency.kernels.linear.schedules import MOST_FUSED_ROWS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.sampling import draw_triton as sampling_triton
-from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
+from rl_consistency.kernels.sampling import vocabulary_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
 from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
@@ -59,9 +58,9 @@ SAMPLING_SIZES = (
     (sampling_support_triton, "SPLIT_BLOCKS", (8, 64)),
     (sampling_support_triton, "TOP_BLOCKS", (4, 32)),
     (sampling_support_triton, "PIVOTS", (4, 8)),
-    (sampling_triton, "WEIGHT_BLOCKS", (4, 32)),
-    (sampling_triton, "PICK_BLOCKS", (256, 512)),
-    (sampling_triton, "LOGPROB_ROWS", (32, 64)),
+    (vocabulary_triton, "WEIGHT_BLOCKS", (4, 32)),
+    (vocabulary_triton, "PICK_BLOCKS", (256, 512)),
+    (vocabulary_triton, "LOGPROB_ROWS", (32, 64)),
 )
 """Tiles and splits of sampling: the module and name of each, and other values to compare with."""
 
@@ -201,7 +200,7 @@ def token_logprobs(setup: OpSetup) -> Iterator[Launch]:
     rows = sampling_in_turn(KINDS, len(hidden), setup.device)
     divisor = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     logits = lm_head_logits(hidden, weight)
-    of_rows, head = vocabulary_statistics_triton, token_logprobs_triton
+    of_rows, head = vocabulary_triton, token_logprobs_triton
 
     def from_logits(schedule: str, logits: Tensor, divisor: Tensor) -> Tensor:
         return of_rows.vocabulary_row_statistics(logits, divisor, False, None, schedule)
