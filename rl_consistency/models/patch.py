@@ -235,7 +235,7 @@ class PatchSession(AbstractContextManager["PatchSession"]):
             if unsharded_class(type(module)) not in (taken.stock, taken.canonical):
                 raise ValueError(
                     f"module {taken.name or 'root'} is a {type(module).__qualname__} now, made of "
-                    "the patched class (parametrizations?). Undo that first: nothing was restored."
+                    "the patched class (parametrizations?); undo that first. Nothing was restored."
                 )
         for taken, module in left:
             module.__class__ = with_base(type(module), taken.stock)
