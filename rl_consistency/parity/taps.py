@@ -84,13 +84,11 @@ class Taps:
         """The sequences of the call at hand, in its order."""
         self._only = only
         self._names = {module: name for name, module in model.named_modules()}
-        self._known = frozenset(self._names.values())
         self._firsts = list(accumulate(lengths, initial=0))
         self._forward: _Parts = {}
         self._backward: _Parts = {}
         self._parameters: dict[Tap, nn.Parameter] = {}
-        self._rows = self._tokens = torch.empty(0, dtype=torch.int64)
-        self._num_rows = 0
+        self._at = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 0
         self._attention = self._finished = ""
         self._inside: nn.Module | None = None
 
@@ -125,23 +123,20 @@ class Taps:
             rows += range(start, start + queries)
             end = self._firsts[member] + context
             tokens += range(end - queries, end)
-        self._rows, self._tokens = torch.tensor(rows), torch.tensor(tokens)
-        self._num_rows = num_rows
+        self._at = torch.tensor(rows), torch.tensor(tokens), num_rows
 
     def gave(self, tap: Tap, value: Tensor, reader: Tap | None = None) -> None:
         """An op's output; `reader`: the only op that reads it, whose gradient arrives there."""
         if self._only in (None, tap):
-            part = _taken(value.detach(), self._rows, self._tokens, self._num_rows)
-            self._forward.setdefault(tap, []).append(part)
+            self._forward.setdefault(tap, []).append(_taken(value.detach(), *self._at))
         if reader is not None:
             self.sends_back(reader, value)
 
     def sends_back(self, tap: Tap, value: Tensor) -> None:
         """The gradient that will arrive at this tensor."""
         if value.requires_grad and self._only is None:
-            parts = self._backward.setdefault(tap, [])
-            kept = self._rows, self._tokens, self._num_rows
-            value.register_hook(lambda gradient: parts.append(_taken(gradient, *kept)))
+            parts, at = self._backward.setdefault(tap, []), self._at
+            value.register_hook(lambda gradient: parts.append(_taken(gradient, *at)))
 
     def given(self, tap: Tap, value: Tensor) -> Tensor:
         """An op's input, as a tensor of the op alone: other readers' gradients do not arrive."""
@@ -229,7 +224,7 @@ class Taps:
         if last in _READERS:
             part, op = _READERS[last]
             return Tap(op, f"{layer}.{part}", f"{OF_INPUT} from {last}")
-        if last in ("q_proj", "k_proj") and f"{around}.{last[0]}_norm" not in self._known:
+        if last in ("q_proj", "k_proj") and f"{around}.{last[0]}_norm" not in self._names.values():
             return Tap("rotary", around, f"{OF_INPUT} from {last}")
         return None
 
