@@ -27,7 +27,7 @@ from rl_consistency.models.modules import (
     CanonicalLinear,
     CanonicalRMSNorm,
 )
-from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
+from rl_consistency.models.moe import CanonicalExperts, CanonicalRouter
 from rl_consistency.numerics.patched import replaced
 
 RESIDUAL = "residual"
