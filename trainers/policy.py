@@ -117,10 +117,10 @@ def check_policy(config: RunConfig, model: PreTrainedModel) -> None:
         raise PolicyError(f"rollout.sampling.stop_token_ids: {problem}")
     classes = mixins(model.config)
     if coefficient and all(classes.get(type(m)) is not CanonicalMoEBlock for m in model.modules()):
-        raise PolicyError(
-            f"algorithm.balance_coefficient {coefficient}: this {model.config.model_type} policy "
-            "has no sparse layer, so no experts to balance: set it to 0"
+        problem = (
+            f"this {model.config.model_type} policy has no sparse layer, no experts to balance"
         )
+        raise PolicyError(f"algorithm.balance_coefficient {coefficient}: {problem}: set it to 0")
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from rl_consistency.trainers.policy import check_policy, load_policy
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
+    Checkpoint,
     capture,
     load_weights,
     read_weights,
@@ -253,7 +254,7 @@ class _Run:
                 remove_leftovers(self.directory / CHECKPOINTS)
                 write_config(self.config)
         self._join()
-        self._assemble()
+        self._assemble(checkpoint)
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
@@ -359,7 +360,7 @@ class _Run:
         self.step_files = StepFiles(self.directory, state, *given)
         self.stack.callback(self.step_files.close)
 
-    def _assemble(self) -> None:
+    def _assemble(self, checkpoint: Checkpoint | None = None) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""
         config, tokenizer = self.config, cast(Any, self.tokenizer)
         self.progress.starts("building the optimizer and the rollout engine")
@@ -367,7 +368,7 @@ class _Run:
             self.ranks, config.optimizer, total_steps=config.optimizer_steps
         )
         if self.critic is not None:
-            self.critic.assemble(self.model, self.world)
+            self.critic.assemble(self.model, self.world, checkpoint)
         engine = engine_of(config, self.model, self.tokenizer)
         self.hook = ConsistencyHook(
             self.model,

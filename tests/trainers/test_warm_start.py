@@ -10,7 +10,7 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.learning_sections import WarmStartSection
 from rl_consistency.trainers.config.sections import BuildSection
-from rl_consistency.trainers.data.arithmetic import problems
+from rl_consistency.trainers.data.examples import problems
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.strategies.strategy import Replicated

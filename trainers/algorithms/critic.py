@@ -91,7 +91,6 @@ class Critic:
         """Make a critic from a policy that is not patched; `stack` undoes the critic's patch."""
         self._config, self._stack = config, stack
         self.model = CriticModel(policy, seed=config.run.seed)
-        self._loaded: Checkpoint | None = None
         stack.enter_context(patch(self.model.policy, **config.training.patch))
 
     @property
@@ -100,18 +99,15 @@ class Critic:
         return weights_digest(trained_parameters(self.model).items())
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take the critic's part of a checkpoint; CheckpointError, and nothing taken, on a misfit.
-
-        The optimizer takes its own in `assemble`.
-        """
+        """Take a checkpoint's critic's weights; CheckpointError, and none taken, on a misfit."""
         if checkpoint.critic is None or checkpoint.critic_optimizer is None:
             raise CheckpointError(f"{checkpoint.path} holds no critic: it is not of a run of ppo.")
         load_weights(trained_parameters(self.model), checkpoint.critic)
-        self._loaded = checkpoint
 
-    def assemble(self, policy: Any, world: World) -> None:
-        """Make strategy and optimizer; without a checkpoint, the decoder is first the policy's."""
-        config, checkpoint, self._loaded = self._config, self._loaded, None
+    def assemble(self, policy: Any, world: World, checkpoint: Checkpoint | None) -> None:
+        """Make strategy and optimizer, as in a checkpoint whose weights are loaded by now; without
+        one, the decoder is first the policy's."""
+        config = self._config
         if checkpoint is None:
             own = dict(self.model.policy.model.named_parameters())
             with torch.no_grad():

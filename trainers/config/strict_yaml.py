@@ -118,28 +118,24 @@ def parse(text: str, source: str) -> Any:
         raise RecipeSyntaxError(f"{source} is not valid YAML{line}: {problem}") from error
     except yaml.reader.ReaderError as error:
         line, character = text.count("\n", 0, error.position) + 1, f"U+{error.character:04X}"
-        raise RecipeSyntaxError(
-            f"{source} is not valid YAML, line {line}: the character {character} is not allowed"
-        ) from error
+        problem = f"line {line}: the character {character} is not allowed"
+        raise RecipeSyntaxError(f"{source} is not valid YAML, {problem}") from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
     for override in overrides:
         path, equals, text = override.partition("=")
-        override = f"{override:.60}"
-        keys = path.strip().split(".")
+        source, keys = f"--set {override:.60}", path.strip().split(".")
         if not equals or not all(keys):
-            raise RecipeSyntaxError(
-                f"--set {override}: expected section.key=value, such as training.steps=10"
-            )
-        _set(tree, keys, parse(text, f"--set {override}"), override)
+            raise RecipeSyntaxError(f"{source}: expected section.key=value: training.steps=10, say")
+        _set(tree, keys, parse(text, source), source)
 
 
-def _set(tree: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+def _set(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
     node: Any = tree
     for depth, key in enumerate(keys):
-        place = f"--set {override}: {'.'.join(keys[:depth])} is"
+        place = f"{source}: {'.'.join(keys[:depth])} is"
         index: Any = key
         if isinstance(node, list):
             if not (key.isdecimal() and int(key) < len(node)):

@@ -1,4 +1,4 @@
-"""Examples, where they come from, and the order they are visited in.
+"""Examples, read or generated (arithmetic), and the order they are visited in.
 
 Reading drops nothing: a line that cannot be used is an error that names file and line. Which
 examples a step sees is a function of (seed, step), so a resumed run needs only the step index.
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -189,6 +189,53 @@ def encode_prompt(
         limit = f"the model's context is {context_length}: lower rollout.sampling.max_tokens"
         raise DataError(f"{found}; {limit}, {remedy}")
     return [*leading, *token_ids], False
+
+
+Split = Literal["train", "eval"]
+EVAL_SHARE = 8
+"""One sum in this many belongs to evaluation."""
+
+
+def problem(
+    seed: int,
+    split: Split,
+    index: int,
+    *,
+    num_terms: int,
+    max_value: int,
+    incomplete_targets: float = 0.0,
+) -> Example:
+    """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`, such as
+    prompt "3+5+2+8=", target "8,10,18", answer "18". A pure function of (seed, split, index).
+
+    With probability `incomplete_targets` the target stops before its last running total. A policy
+    that imitates such targets does so too; reinforcement learning, which rewards the final sum,
+    corrects that. Training and evaluation never share a sum: see `split_of`.
+    """
+    for attempt in count():
+        terms = [
+            1 + keyed_integer(seed, "arithmetic", split, index, attempt, place) % max_value
+            for place in range(num_terms)
+        ]
+        prompt = "+".join(map(str, terms)) + "="
+        if split_of(prompt) == split:
+            break
+    totals = list(accumulate(terms))[1:]
+    drawn = keyed_integer(seed, "arithmetic target", split, index)
+    incomplete = (drawn >> 11) < incomplete_targets * 2.0**53
+    shown = totals[: 1 + drawn % (len(totals) - 1)] if incomplete and len(totals) > 1 else totals
+    target = ",".join(map(str, shown))
+    return Example(id=index, prompt=prompt, answer=str(totals[-1]), target=target)
+
+
+def problems(seed: int, split: Split, size: int, **sizes: Any) -> list[Example]:
+    """The first `size` problems of `split`; see `problem`."""
+    return [problem(seed, split, index, **sizes) for index in range(size)]
+
+
+def split_of(prompt: str) -> Split:
+    """The split that the sum with this text belongs to, whatever the seed."""
+    return "eval" if keyed_integer("arithmetic split", prompt) % EVAL_SHARE == 0 else "train"
 
 
 @lru_cache(maxsize=4)

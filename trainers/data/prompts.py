@@ -8,8 +8,13 @@ from functools import partial
 from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.arithmetic import problems
-from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.examples import (
+    DataError,
+    Example,
+    encode_prompt,
+    problems,
+    read_jsonl,
+)
 from rl_consistency.trainers.data.foreign_files import explained, shown
 
 
@@ -129,9 +134,7 @@ def require_template(tokenizer: Any) -> None:
     """DataError where the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         remedy = "set it to false and write the turns into data.prompt_template"
-        raise DataError(
-            f"data.chat_template: the policy's tokenizer has no chat template: {remedy}"
-        )
+        raise DataError(f"data.chat_template: the tokenizer has no chat template: {remedy}")
 
 
 def templated(example: Example, tokenizer: Any) -> Example:

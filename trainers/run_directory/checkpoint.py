@@ -207,10 +207,8 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
     own = dict(model) if isinstance(model, Mapping) else dict(model.named_parameters())
     shapes, given = ({k: (v.shape, v.dtype) for k, v in t.items()} for t in (own, weights))
     if misfits := sorted(n for n in own.keys() | weights.keys() if shapes.get(n) != given.get(n)):
-        raise CheckpointError(
-            f"the checkpoint does not fit the policy: {len(misfits)} tensors differ, the first is "
-            f"{misfits[0]}. Use the recipe it was written with."
-        )
+        found = f"{len(misfits)} tensors differ, the first is {misfits[0]}"
+        raise CheckpointError(f"the checkpoint does not fit the policy: {found}. Use its recipe.")
     for name, tensor in own.items():
         tensor.copy_(weights[name])
 

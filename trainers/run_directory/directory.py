@@ -159,17 +159,13 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     """What a run continues from; RunDirectoryError or CheckpointError where it cannot."""
     directory, steps = config.run.output_dir, config.training.steps
     if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
-        raise RunDirectoryError(
-            f"{directory} has no complete checkpoint to resume from; start again with --overwrite, "
-            "with training.save_every above 0 to have checkpoints on the way."
-        )
+        remedy = "start again with --overwrite, and with training.save_every above 0"
+        raise RunDirectoryError(f"{directory} has no complete checkpoint to resume from: {remedy}.")
     accepted = REWARD_FUNCTION if config.reward.accept_changed else None
     checkpoint = load_checkpoint(checkpoints[-1], fingerprint, accepted=accepted)
     if steps < checkpoint.step:
-        raise RunDirectoryError(
-            f"training.steps: {steps} are fewer than the {checkpoint.step} steps that the run in "
-            f"{directory} has done: give as many or more."
-        )
+        done = f"the {checkpoint.step} steps that the run in {directory} has done"
+        raise RunDirectoryError(f"training.steps: {steps} are fewer than {done}: give as many.")
     for path in sorted((directory / CHECKPOINTS).glob("step_*")):
         step = path.name.removeprefix("step_")
         if step.isdecimal() and int(step) > checkpoint.step:
@@ -182,10 +178,8 @@ def own_file(directory: Path, name: str) -> Path:
     """Where a run writes a file; RunDirectoryError if what stands there is not a run's."""
     file = directory / name
     if file.is_symlink() or (file.exists() and name not in _listed(directory)):
-        raise RunDirectoryError(
-            f"{file} is a link, or a file that no run of ours wrote ({MANIFEST} does not list it): "
-            "move it away."
-        )
+        problem = f"is a link, or a file that no run of ours wrote ({MANIFEST} does not list it)"
+        raise RunDirectoryError(f"{file} {problem}: move it away.")
     return file
 
 

@@ -80,8 +80,7 @@ def common_settings(config: RunConfig) -> dict[str, str]:
 
 def fingerprint_of(config: RunConfig) -> Fingerprint:
     """Fingerprint of the machine, with the orders that only a gradient of several leaves has."""
-    several = config.consistency.gradient_leaves.count > 1
-    orders = (PART_SUM, GRADIENT_NORM) if several else ()
+    orders = (PART_SUM, GRADIENT_NORM) if config.consistency.gradient_leaves.count > 1 else ()
     return fingerprint(config.run.device, orders=orders)
 
 

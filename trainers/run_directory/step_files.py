@@ -151,10 +151,8 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
         if isinstance(value, str) and name.endswith("digest"):
             continue
         if not isinstance(value, int | float):
-            got = type(value).__name__
-            raise TypeError(
-                f"metric {name!r} must be a number (.item()) or a digest's text, got {got}"
-            )
+            wanted = "a number (.item() of a tensor) or a digest's text"
+            raise TypeError(f"metric {name!r} must be {wanted}, got {type(value).__name__}")
         if LARGEST < abs(value) < math.inf:
             raise ValueError(f"metric {name!r} is beyond {LARGEST:g}")
 

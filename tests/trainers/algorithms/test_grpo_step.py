@@ -9,7 +9,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
-from rl_consistency.trainers.data.arithmetic import problems
+from rl_consistency.trainers.data.examples import problems
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
