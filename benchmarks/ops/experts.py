@@ -98,17 +98,15 @@ def experts(
         sizes = (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
         return [normal(bench, *size).mul_(size[-1] ** -0.5) for size in sizes]
 
-    drawn, hit = [draw(0)], int(draw(0).expert_ids.unique().numel())
-    if decoded:
-        drawn += map(draw, range(1, bench.copies(hit * expert_bytes)))
+    hit = int(draw(0).expert_ids.unique().numel())
+    drawn = [*map(draw, range(bench.copies(hit * expert_bytes) if decoded else 1))]
     held = [weights() for _ in range(bench.copies(experts * expert_bytes) if decoded else 1)]
 
     def ours(x: Tensor, gate_up: Any, down: Any, routing: Routing) -> Tensor:
         buffers = {}
         if backward:
             gate_up.grad_dtype = down.grad_dtype = torch.float32
-            pairs = (("gate_up_grad", gate_up), ("down_grad", down))
-            buffers = {name: GradientBuffer(weight) for name, weight in pairs}
+            buffers = {"gate_up_grad": GradientBuffer(gate_up), "down_grad": GradientBuffer(down)}
         given = routing.expert_ids, routing.weights, gate_up, down, layout
         return expert_sum(x, *given, activation="silu", **buffers)
 
