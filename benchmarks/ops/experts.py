@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.ops.dense import normal, stepped
 from benchmarks.timing import Contestant, Machine
@@ -112,11 +113,9 @@ def experts(
 
     def contestant(way: Callable[..., Tensor]) -> Contestant:
         if backward:
-            leaves = [nn.Parameter(each) for each in (x, *held[0])]
-            return stepped(lambda: way(*leaves, drawn[0]), leaves, dy)
-        return Contestant(
-            [partial(way, x, *held[i % len(held)], each) for i, each in enumerate(drawn)]
-        )
+            return stepped(partial(way, routing=drawn[0]), (x, *held[0]), dy)
+        turns = cycle(held)
+        return Contestant([partial(way, x, *next(turns), each) for each in drawn])
 
     fields = bench.measure(
         ours=contestant(ours),
