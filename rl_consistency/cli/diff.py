@@ -84,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
         _print_settings(what, differing)
     undigested = [step for step in common if step not in a.digests or step not in b.digests]
     if undigested:
-        print(_undigested(a, b, undigested))
+        without = [str(r.directory) for r in (a, b) if not r.digests.keys() >= set(undigested)]
+        print(
+            f"{' and '.join(without)}: {DIGESTS} has no row of {len(undigested)} steps, the first "
+            f"of them {undigested[0]}. There gradients and weights are compared as a whole, tokens "
+            "and logprobs not."
+        )
     print(*_verdict(a, b, common, parted), sep="\n")
     if args.json is not None:
         record = {
@@ -119,17 +124,18 @@ def compare(a: Run, b: Run, step: int) -> list[Quantity]:
     """What both runs kept of a step, in causal order."""
     digested = step in a.digests and step in b.digests
     several = max(a.updates, b.updates) > 1
-    x, y = (
+    ours, theirs = (
         _made(run.metrics[step], run.digests[step] if digested else None, several=several)
         for run in (a, b)
     )
-    return [_compared(name, x[name], y[name]) for name in x if x[name] and y[name]]
-
-
-def _compared(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Quantity:
-    parts = list({**a, **b})
-    # By text, which tells 0.0 from -0.0 and takes NaN for equal.
-    return Quantity(name, len(parts), [p for p in parts if repr(a.get(p)) != repr(b.get(p))])
+    found = []
+    for name, x in ours.items():
+        if x and (y := theirs[name]):
+            parts = list({**x, **y})
+            # By text, which tells 0.0 from -0.0 and takes NaN for equal.
+            differing = [part for part in parts if repr(x.get(part)) != repr(y.get(part))]
+            found.append(Quantity(name, len(parts), differing))
+    return found
 
 
 def _made(
@@ -153,8 +159,7 @@ def _made(
         found = digests.get(name, {})
         return {"": found} if isinstance(found, str) else found
 
-    loss = {"loss": measured("loss", "policy/")}
-    gradients = {"gradients": kept("gradients")}
+    loss, gradients = {"loss": measured("loss", "policy/")}, {"gradients": kept("gradients")}
     return {
         "initial weights": kept("initial_weights"),
         "tokens of the rollout": kept("tokens"),
@@ -197,14 +202,6 @@ def _print_settings(what: str, differing: Differing | None) -> None:
         print(f"{what}  {name}: {x} != {y}")
     if len(differing) > MOST_LINES:
         print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")
-
-
-def _undigested(a: Run, b: Run, steps: list[int]) -> str:
-    without = [str(run.directory) for run in (a, b) if not run.digests.keys() >= set(steps)]
-    return (
-        f"{' and '.join(without)}: {DIGESTS} has no row of {len(steps)} steps, the first of them "
-        f"{steps[0]}. There gradients and weights are compared as a whole, tokens and logprobs not."
-    )
 
 
 def _verdict(

@@ -24,7 +24,6 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import (
     AblationRow,
     Localization,
-    OpDrift,
     check_bundle,
     check_sides,
     localize,
@@ -203,21 +202,16 @@ def _print(found: Localization) -> None:
         console.print(_ablation_table(mode, [row for row in found.ablation if row.mode == mode]))
 
 
-def growth(ops: Sequence[OpDrift]) -> Iterator[OpDrift]:
-    """The first op that differs, and the last one of each layer and pass."""
-    first = next((op for op in ops if op.differing), None)
-    for op, after in zip(ops, [*ops[1:], None], strict=True):
-        ends = after is None or (op.pass_, op.layer) != (after.pass_, after.layer)
-        if op is first or ends:
-            yield op
-
-
 def _growth_table(found: Localization) -> Table:
+    """The first op that differs, and the last one of each layer and pass."""
     table = Table(title="How the difference grows (all ops: --json)")
     names = ("pass", "layer", "op", "tensor", "differing", "largest", "RMS", "relative RMS")
     for name in names:
         table.add_column(name, justify="left" if name in names[:4] else "right")
-    for op in growth(found.ops):
+    for op, after in zip(found.ops, [*found.ops[1:], None], strict=True):
+        ends = after is None or (op.pass_, op.layer) != (after.pass_, after.layer)
+        if op is not found.first and not ends:
+            continue
         layer = "" if op.layer is None else str(op.layer)
         share = f"{op.differing / op.elements:.1%}" if op.elements else "-"
         sizes = (f"{size:.2g}" for size in (op.max_abs, op.rms, op.relative_rms))

@@ -81,11 +81,11 @@ def section_figure(section: Section, rows: Rows) -> Figure:
         for axes, panel in zip(grid.flat, section.panels, strict=True):
             axes.set_title(panel.title)
             axes.set_ylabel(panel.unit)
-            _step_axis(axes, rows)
+            axes.set_xlabel("step" if axes.get_subplotspec().is_last_row() else "")
+            axes.set_xlim(rows[0]["step"] - 0.7, rows[-1]["step"] + 0.7)
+            axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
             DRAW[panel.kind](axes, panel, rows)
             _legend(axes)
-            if not axes.get_subplotspec().is_last_row():
-                axes.set_xlabel("")
     return figure
 
 
@@ -188,13 +188,11 @@ def _checks_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     counts, verdicts = (dict(zip(*series(rows, curve.key))) for curve in panel.curves)
     passed = {s: count for s, count in counts.items() if count == 0 and verdicts.get(s, True)}
     failed = {s: _drawn(count, 0.0) for s, count in counts.items() if s not in passed}
-    for points, color, marker, verdict in (
-        (passed, OURS, "o", "passed"),
-        (failed, BAD, "X", "failed"),
-    ):
+    looks = {"passed": (passed, "o", OURS), "failed": (failed, "X", BAD)}
+    for verdict, (points, marker, color) in looks.items():
         if points:
             label = f"{verdict} ({len(points)})"
-            axes.plot(*zip(*points.items()), linestyle="", marker=marker, color=color, label=label)
+            axes.plot(*zip(*points.items()), marker, color=color, label=label)
     top = max(failed.values(), default=0.0)
     axes.set_ylim(-0.12 * max(top, 1), 1.3 * max(top, 1))
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -271,20 +269,11 @@ def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, **style: Any
         axes.plot(bad, [0.96] * len(bad), **crosses, **height)
 
 
-def _step_axis(axes: Axes, rows: Rows) -> None:
-    axes.set_xlabel("step")
-    axes.set_xlim(rows[0]["step"] - 0.7, rows[-1]["step"] + 0.7)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
-
-
 def _legend(axes: Axes) -> None:
     """The legend on the title's line, where no data can be under it."""
-    _, labels = axes.get_legend_handles_labels()
     if not (axes.lines or axes.collections or axes.containers):
         middle = {"transform": axes.transAxes, "ha": "center"}
         axes.text(0.5, 0.5, "not measured in this run", color=MUTED, **middle)
-        return
-    if not labels:
-        return
-    options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)
+    elif labels := axes.get_legend_handles_labels()[1]:
+        options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)

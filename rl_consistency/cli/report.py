@@ -141,12 +141,14 @@ def _worst_tokens(run_dir: Path) -> str:
     heads = ["token id", "sequence", "position", "rollout", "training", "training − rollout"]
     # Nine digits tell two fp32 values apart.
     lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
-    texts, fault = _texts(bundles[0])
-    if texts:
-        heads.insert(1, "token")
-        for line in lines:
-            line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
-    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}.{fault}"
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}."
+    try:
+        if (file := bundles[0] / TEXTS).is_file() and (texts := _texts(file)):
+            heads.insert(1, "token")
+            for line in lines:
+                line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
+    except (ValueError, OSError) as error:  # as above
+        where += html.escape(f" {TEXTS}: {error}.")
     return f"<p>{where}</p>{_table(heads, lines, numbers=0)}"
 
 
@@ -161,19 +163,13 @@ def _table(heads: Sequence[str], lines: Iterable[Sequence[Any]], numbers: int) -
     return f"<table>{head}{''.join(row('td', line) for line in lines)}</table>"
 
 
-def _texts(bundle: Path) -> tuple[dict[str, str], str]:
-    """Token id -> its text as Python writes it, where the run wrote it, and what is damaged."""
-    file = bundle / TEXTS
-    if not file.is_file():
-        return {}, ""
-    try:
-        texts = parse_json_object(file.read_bytes())
-        for token, text in texts.items():
-            if not isinstance(text, str):
-                raise ValueError(f"the text of token {token} is {type(text).__name__}, not str")
-    except (ValueError, OSError) as error:  # as above
-        return {}, html.escape(f" {TEXTS}: {error}.")
-    return {token: repr(text) for token, text in texts.items()}, ""
+def _texts(file: Path) -> dict[str, str]:
+    """Token id -> its text as Python writes it; ValueError for a damaged file."""
+    texts = parse_json_object(file.read_bytes())
+    for token, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the text of token {token} is {type(text).__name__}, not str")
+    return {token: repr(text) for token, text in texts.items()}
 
 
 def _svg(figure: Figure, title: str) -> str:
@@ -224,9 +220,7 @@ def _shown(value: Any) -> str:
         if not math.isfinite(value) or value in (0.0, 1.0):
             return repr(value)
         return f"{value:.6g}" if f"{value:.6g}" not in ("0", "1") else repr(value)
-    if isinstance(value, str):
-        return html.escape(value)
-    return html.escape(json.dumps(value))
+    return html.escape(value if isinstance(value, str) else json.dumps(value))
 
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "tokens", "finish_reason")
@@ -241,14 +235,12 @@ def samples_section(file: Path) -> str:
         return ""
     shown = rows if len(rows) <= 2 * SAMPLE_STEPS else [*rows[:SAMPLE_STEPS], *rows[-SAMPLE_STEPS:]]
     heads = [name.replace("_", " ") for name in SAMPLE_COLUMNS]
-    samples = (
-        {**s, "step": row["step"], "reward": f"{s['reward']:.6g}"}
-        for row in shown
-        for s in row["samples"]
-    )
-    lines = [
-        [f"<code>{html.escape(str(s[name]))}</code>" for name in SAMPLE_COLUMNS] for s in samples
-    ]
+    lines = []
+    for row in shown:
+        for sample in row["samples"]:
+            cells = {**sample, "step": row["step"], "reward": f"{sample['reward']:.6g}"}
+            texts = (html.escape(str(cells[name])) for name in SAMPLE_COLUMNS)
+            lines.append([f"<code>{text}</code>" for text in texts])
     return (
         "<section><h2>Samples</h2><p>Completions of the first and the last steps, the best and the "
         f"worst of a group. All are in {file.name}.</p>{_table(heads, lines, numbers=99)}</section>"
@@ -258,8 +250,7 @@ def samples_section(file: Path) -> str:
 def _check_samples(row: dict[str, Any]) -> None:
     samples = row.get("samples")
     needed = {*SAMPLE_COLUMNS} - {"step"}
-    if not isinstance(samples, list) or not all(
-        isinstance(s, dict) and needed <= s.keys() and isinstance(s["reward"], int | float)
-        for s in samples
-    ):
+    for s in samples if isinstance(samples, list) else [None]:
+        if isinstance(s, dict) and needed <= s.keys() and isinstance(s["reward"], int | float):
+            continue
         raise TypeError('"samples" must be a list of completions with their rewards')

@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if saved := list_checkpoints(directory / CHECKPOINTS):
             announce(f"The newest checkpoint is {saved[-1]}. To continue:")
-            announce(resume_command(args))
+            overrides = [part for override in args.overrides for part in ("--set", override)]
+            again = ["rl-consistency", "train", args.recipe, *overrides, "--resume"]
+            announce(shlex.join(again))
         raise
     finally:
         leave()
@@ -80,12 +82,6 @@ def run(args: argparse.Namespace) -> int:
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
-
-
-def resume_command(args: argparse.Namespace) -> str:
-    """What continues the run that these arguments began."""
-    overrides = [part for override in args.overrides for part in ("--set", override)]
-    return shlex.join(["rl-consistency", "train", args.recipe, *overrides, "--resume"])
 
 
 def find_recipe(name: str) -> Path:
@@ -104,7 +100,12 @@ def find_recipe(name: str) -> Path:
 def summary_table(summary: dict[str, Any]) -> Table:
     """What a newcomer should see at the end of a run."""
     title = f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
-    table = Table(title=title, caption=_processes(summary))
+    caption = None
+    if (processes := summary["processes"]) > 1:
+        depend = "depend" if summary["weights_depend_on_processes"] else "do not depend"
+        caption = f"{processes} processes, {summary['strategy']}"
+        caption += f"; the weights {depend} on the number of processes"
+    table = Table(title=title, caption=caption)
     table.add_column("", no_wrap=True)
     for side, style in (("rl_consistency", "green"), ("stock Hugging Face", "yellow")):
         table.add_column(side, justify="right", style=style)
@@ -134,15 +135,6 @@ def summary_table(summary: dict[str, Any]) -> Table:
         if first is not None:
             table.add_row(label, f"{first:.3f} -> {last:.3f}", "-")
     return table
-
-
-def _processes(summary: dict[str, Any]) -> str | None:
-    """What shared the run, and what its weights depend on; None for one process."""
-    if (processes := summary["processes"]) == 1:
-        return None
-    depend = "depend" if summary["weights_depend_on_processes"] else "do not depend"
-    how = f"{processes} processes, {summary['strategy']}"
-    return f"{how}; the weights {depend} on the number of processes"
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from rl_consistency.models.sharding import unwrapped
 from rl_consistency.numerics.masters import MasterAdamW
 from rl_consistency.numerics.patched import replaced
 from rl_consistency.parity.drift import DriftReport
-from rl_consistency.parity.foreign_drift import check_known
 from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -59,12 +58,9 @@ class LabelAnswer:
     FusedCausalLMOutput; transformers' Trainer reads the loss of `model(..., labels=...)`.
     """
 
-    sampling: Sampling | None = None
-    """What the labels were sampled with; None for data."""
-    most_likely: bool = False
-    """Whether to fill in `is_top1`, which costs the LM head a second time."""
+    sampling: Sampling | None = None  # of the labels; None for data
+    most_likely: bool = False  # fills in `is_top1`, which costs the LM head a second time
     observers: Sequence[Observer] = ()
-    """Told of every pass with gradients."""
 
     def __call__(
         self,
@@ -82,10 +78,8 @@ class LabelAnswer:
         assert input_ids is not None  # packed_inputs asks for them
         if not fused_lm_head:
             _check_labels(batch, labels)
-        most_likely = self.most_likely and fused_lm_head
-        scores = label_logprobs(
-            policy, batch, input_ids, labels, self.sampling, most_likely=most_likely
-        )
+        wanted = {"most_likely": self.most_likely and fused_lm_head}
+        scores = label_logprobs(policy, batch, input_ids, labels, self.sampling, **wanted)
         for observe in self.observers if torch.is_grad_enabled() else ():
             observe(input_ids, batch, scores)
         count = scores.mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -240,11 +234,26 @@ class Attachment:
 
     def _give_masters(self) -> torch.dtype | None:
         """Let a 16-bit model be updated through fp32 masters, unless DeepSpeed does it or the
-        trainer was given an optimizer; returns the dtype of its gradients for `patch`."""
-        trainer, wide = self._trainer, next(self._model.parameters()).dtype == torch.float32
-        if wide or trainer.is_deepspeed_enabled or trainer.optimizer is not None:
+        trainer was given an optimizer; returns the dtype of its gradients for `patch`.
+
+        ValueError if the trainer asks for anything but torch's AdamW."""
+        trainer, dtype = self._trainer, next(self._model.parameters()).dtype
+        if dtype == torch.float32 or trainer.is_deepspeed_enabled or trainer.optimizer is not None:
             return None
-        optimizer = _with_masters(trainer)
+        if trainer.args.optim not in OPTIMIZERS:
+            raise ValueError(
+                f"attach() got optim={trainer.args.optim.value!r} for a model in {dtype}. Set it "
+                f"to {' or '.join(OPTIMIZERS)}, give the trainer an optimizer, or load the model "
+                "in float32."
+            )
+        stock = trainer.create_optimizer()
+        trainer.optimizer = None
+        if type(stock) is not torch.optim.AdamW:
+            raise ValueError(
+                "attach() would put AdamW with fp32 masters in the place of the trainer's "
+                f"{type(stock).__name__}. Give it this optimizer (optimizers=), or float32 weights."
+            )
+        optimizer = MasterAdamW(stock.param_groups)
         # Training that goes on without the attachment keeps it: there is no other to step with.
         put = replaced(trainer, "optimizer", optimizer, unless=lambda: trainer.is_in_train)
         self._undo.enter_context(put)
@@ -319,7 +328,6 @@ def attach(
         raise ValueError("attach() was called on this trainer already; detach() that one first.")
     check_trainer(trainer, kind, measure_only=measure_only)
     check_engine_options(engine)
-    check_known(metrics_of)
     gradients = {"every": check_gradients_every, "seconds": check_gradients_seconds}
     check_gradient_options(trainer, **gradients)
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
@@ -367,21 +375,3 @@ def _in_one_thread(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_predictions(*_: Any, **__: Any) -> None:
     raise ValueError("predict() needs logits, and a call with labels makes none; detach() first.")
-
-
-def _with_masters(trainer: Any) -> MasterAdamW:
-    """The AdamW that the trainer asks for, over fp32 masters; ValueError if it asks for another."""
-    if trainer.args.optim not in OPTIMIZERS:
-        raise ValueError(
-            f"attach() got optim={trainer.args.optim.value!r} for a model in "
-            f"{next(trainer.model.parameters()).dtype}. Set it to {' or '.join(OPTIMIZERS)}, give "
-            "the trainer an optimizer, or load the model in float32."
-        )
-    stock = trainer.create_optimizer()
-    trainer.optimizer = None
-    if type(stock) is not torch.optim.AdamW:
-        raise ValueError(
-            "attach() would put AdamW with fp32 masters in the place of the trainer's "
-            f"{type(stock).__name__}. Give it this optimizer (optimizers=), or float32 weights."
-        )
-    return MasterAdamW(stock.param_groups)

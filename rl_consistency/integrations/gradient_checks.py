@@ -135,13 +135,9 @@ class GradientChecks(TrainerCallback):
             return "no micro-batch of the step was scored by the patched model", None
         if not any(seen.cotangents for seen in self._seen):
             return "the loss does not depend on what the patched model has scored", None
-        chosen = next((seen for seen in self._seen if seen.has_gradient()), None)
-        if chosen is None:
+        seen = next((seen for seen in self._seen if seen.has_gradient()), None)
+        if seen is None:
             return None, None
-        self.last = self._regrouped(chosen, started + self._seconds)
-        return self.last.failure(), self.last
-
-    def _regrouped(self, seen: _MicroBatch, end: float) -> GradientReport:
         masks, ids = seen.sequences(seen.mask), seen.sequences(seen.input_ids)
         asked = {
             name: [part[mask] for part, mask in zip(seen.sequences(columns), masks, strict=True)]
@@ -161,14 +157,15 @@ class GradientChecks(TrainerCallback):
                 total = total + (scores * kept.to(scores)).sum()
             return total
 
-        return check_gradients(
+        self.last = check_gradients(
             self._policy,
             [ids[index].tolist() for index in chosen],
             loss_mask=[masks[index].tolist() for index in chosen],
             loss=loss,
             sampling=self._sampling,
-            regroupings=self._until(end),
+            regroupings=self._until(started + self._seconds),
         )
+        return self.last.failure(), self.last
 
     def _until(self, end: float) -> Iterator[Regrouping]:
         for _ in REGROUPINGS:

@@ -91,8 +91,7 @@ def trainer_kind(trainer: object) -> Kind:
         of_trl = cls.__module__.partition(".")[0] == "trl"
         covered = cls.__name__ in get_args(Kind) and not cls.__module__.startswith("trl.exp")
         if of_trl and covered:
-            _check_trl_version()
-            _check_methods(trainer, cls)
+            _check_seams(trainer, cls)
             return cls.__name__  # pyright: ignore[reportReturnType]
         if cls is transformers.Trainer:
             return "Trainer"
@@ -105,16 +104,12 @@ def trainer_kind(trainer: object) -> Kind:
     )
 
 
-def _check_trl_version() -> None:
-    found = metadata.version("trl")
-    if found not in TRL_VERSIONS:
+def _check_seams(trainer: object, covered: type) -> None:
+    if (found := metadata.version("trl")) not in TRL_VERSIONS:
         raise ImportError(
             f"trl is {found}, and attach() covers {TRL_VERSIONS}: install one of these "
             f"(pip install 'trl{TRL_VERSIONS}')."
         )
-
-
-def _check_methods(trainer: object, covered: type) -> None:
     cls = type(trainer)
     for name in _SEAM_METHODS:
         of_class = getattr(cls, name, None) is not getattr(covered, name, None)
@@ -173,11 +168,9 @@ def check_gradient_options(trainer: Any, every: object, seconds: object) -> None
             "check_gradients_every reads scores of calls with labels, which label_smoothing_factor "
             "and compute_loss_func leave out; set it to 0."
         )
-    if seconds is None:
-        return
-    if not isinstance(seconds, int | float) or not seconds > 0:
+    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
         raise ValueError(f"check_gradients_seconds={seconds!r}; give seconds above 0, or None.")
-    if not every:
+    if seconds is not None and not every:
         raise ValueError(
             "check_gradients_seconds limits a check that check_gradients_every=0 never makes; set "
             "that to a number of steps."
@@ -194,8 +187,7 @@ def _uncovered(trainer: Any, covered: Covered) -> Iterator[str]:
 
 def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
     yield from _uncovered(trainer, _ALL_TRAINERS)
-    if trainer.args.n_gpu > 1:
-        count = trainer.args.n_gpu
+    if (count := trainer.args.n_gpu) > 1:
         yield f"{count} GPUs in one process (DataParallel); start it by accelerate launch"
     if next(trainer.model.parameters()).dtype == torch.float16:
         yield "the model is in float16, whose gradients overflow; load it in bfloat16"
@@ -205,33 +197,24 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
         yield from _rollout_faults(trainer)
 
 
-def _generation_faults(model: Any) -> Iterator[str]:
-    """Rules of the model's own generation_config that the engine does not know."""
-    config = model.generation_config
-    for name, value in (config.to_diff_dict() if config is not None else {}).items():
-        idle = value in (None, False, [], {}) or value == _IDLE.get(name)
-        if not idle and name not in _UNREAD and not name.startswith(_UNREAD_KINDS):
-            yield (
-                f"model.generation_config.{name}={value!r}; the engine has no such rule, set it to "
-                "None"
-            )
-
-
 def _rollout_faults(trainer: Any) -> Iterator[str]:
     args, tokenizer = trainer.args, trainer.processing_class
     if not trainer.temperature > 0:
         yield f"temperature={trainer.temperature!r}; greedy completions are equal, set it above 0"
     if trainer.max_completion_length is None:
         yield "max_completion_length=None; the engine needs a number of tokens"
-    yield from _generation_faults(trainer.model)
+    config = trainer.model.generation_config
+    for name, value in (config.to_diff_dict() if config is not None else {}).items():
+        idle = value in (None, False, [], {}) or value == _IDLE.get(name)
+        if not idle and name not in _UNREAD and not name.startswith(_UNREAD_KINDS):
+            rule = f"model.generation_config.{name}={value!r}"
+            yield f"{rule}; the engine has no such rule, set it to None"
     if getattr(tokenizer, "eos_token_id", None) is None:
         yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
     yield from _uncovered(trainer, _ROLLOUTS)
     truncates = bool(trainer.top_k) or (trainer.top_p or 1) < 1 or bool(trainer.min_p)
-    passes, each = (
-        args.steps_per_generation * trainer.num_iterations,
-        args.gradient_accumulation_steps,
-    )
+    passes = args.steps_per_generation * trainer.num_iterations
+    each = args.gradient_accumulation_steps
     found = f"top_k={trainer.top_k}, top_p={trainer.top_p}, min_p={trainer.min_p}"
     if truncates and (trainer.beta != 0 or each % passes):
         yield (

@@ -36,11 +36,6 @@ class _Drawn(NamedTuple):
     place: tuple[int, int]
     routing: Tensor | None
 
-    def cut(self, tokens: int) -> _Drawn:
-        """What is left of it in a row that ends after some of its tokens."""
-        routing = None if self.routing is None else self.routing[:tokens]
-        return self._replace(logprobs=self.logprobs[:tokens], routing=routing)
-
 
 class _MicroBatch(NamedTuple):
     """What a trainer scored, on the model's device: comparing it at once would wait for that."""
@@ -233,12 +228,14 @@ class RolloutDrift(TrainerCallback):
             row, wanted, theirs, routed = row[real], wanted[real], theirs[real], routed[real]
             first, end, count = len(wanted), 0, np.count_nonzero(wanted)
             for start, drawn, place, experts in self._found(row, int(count)):
-                first, end = min(first, start), start + len(drawn)
-                chosen, sides = wanted[start:end], (drawn.numpy(), theirs[start:end])
+                # TRL may have cut the last turn: the row ends within it.
+                first, end = min(first, start), min(start + len(drawn), len(row))
+                chosen, sides = wanted[start:end], (drawn[: end - start].numpy(), theirs[start:end])
                 if picked := row[start:end][chosen].tolist():
                     sample = Sample(picked, place, *(torch.from_numpy(s[chosen]) for s in sides))
-                    ours_met = None if experts is None else experts[torch.from_numpy(chosen)]
-                    theirs_met = None
+                    ours_met, theirs_met = None, None
+                    if experts is not None:
+                        ours_met = experts[: end - start][torch.from_numpy(chosen)]
                     if batch.routing is not None:
                         theirs_met = torch.from_numpy(routed[start:end][chosen])
                     yield _Compared(sample, ours_met, theirs_met, row[:end], chosen, *sides)
@@ -246,8 +243,8 @@ class RolloutDrift(TrainerCallback):
             self._uncompared += int(count - np.count_nonzero(wanted[first:end]))
 
     def _found(self, ids: np.ndarray, wanted: int) -> list[_Drawn]:
-        """Where sampled tokens begin in a row, and their logprobs; several turns if there are, of
-        which TRL may have cut the last."""
+        """What was sampled in a row: several turns if there are, of which TRL may have cut the
+        last."""
         whole = self._samples.get(row := ids.tobytes())
         if whole is not None and len(whole.logprobs) >= wanted:
             return [whole]
@@ -255,8 +252,7 @@ class RolloutDrift(TrainerCallback):
         keys = (ids[:length].tobytes() for length in sorted(lengths) if length <= len(ids))
         turns = [self._samples[key] for key in keys if key in self._samples]
         if whole is None:
-            longer = (sample for key, sample in self._samples.items() if key.startswith(row))
-            turns += [s.cut(len(ids) - s.start) for s in longer][:1]
+            turns += [sample for key, sample in self._samples.items() if key.startswith(row)][:1]
         return turns
 
 

@@ -145,33 +145,30 @@ def compare_logprobs(
     ours, theirs = _sides(rollout, training)
     active = torch.ones_like(ours, dtype=torch.bool)
     if mask is not None:
-        _check_shapes(rollout, mask, "rollout", "mask")
-        flat = _joined(mask).to(ours.device)
-        if flat.dtype.is_floating_point or flat.dtype.is_complex:
-            raise TypeError(f"the mask must be bool or integer, got {flat.dtype}")
-        active = flat != 0
+        active = _like(rollout, mask, "mask")
+        if active.dtype.is_floating_point or active.dtype.is_complex:
+            raise TypeError(f"the mask must be bool or integer, got {active.dtype}")
     index = active.nonzero().squeeze(1)
     if index.numel() == 0:
         raise ValueError(
             f"no active token among {ours.numel()} positions: there is nothing to compare. Check "
             "the loss mask, and that the completions are not all empty"
         )
-    report = _report(ours[index], theirs[index], index, positions=ours.numel())
     if routing is not None and (isinstance(routing, Tensor) or len(routing) != 2):
         raise ValueError("routing is a pair: that of the rollout, and that of training")
-    sides = zip(("rollout", "training"), routing or (None, None), strict=True)
-    known = {side: found for side, found in sides if found is not None}
-    if not known:
-        return report
-    if len(known) == 1:
+    met = [
+        None if found is None else _like(rollout, found, f"{side}'s routing")[index]
+        for side, found in zip(("rollout", "training"), routing or (None, None), strict=True)
+    ]
+    report = _report(ours[index], theirs[index], index, positions=ours.numel())
+    if met[0] is not None and met[1] is not None:
+        return replace(report, rerouted_tokens=int((met[0] != met[1]).sum()))
+    if met[0] is not met[1]:
         raise ValueError(
-            f"only the {next(iter(known))} has routing; give that of both sides, or of neither "
-            "where the model is dense"
+            f"only the {'rollout' if met[1] is None else 'training'} has routing; give that of "
+            "both sides, or of neither where the model is dense"
         )
-    for side, found in known.items():
-        _check_shapes(rollout, found, "rollout", f"{side}'s routing")
-    ours, theirs = (_joined(found).to(index.device)[index] for found in known.values())
-    return replace(report, rerouted_tokens=int((ours != theirs).sum()))
+    return report
 
 
 def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> list[int]:
@@ -285,36 +282,37 @@ def _joined(values: LogProbs) -> Tensor:
 
 def _sides(rollout: LogProbs, training: LogProbs) -> tuple[Tensor, Tensor]:
     """Both sides, flat, on the device of the first."""
-    _check_shapes(rollout, training, "rollout", "training")
+    theirs = _like(rollout, training, "training")
     for side, values in (("rollout", rollout), ("training", training)):
         for part in _parts(values):
             if part.dtype != torch.float32:
                 raise TypeError(
                     f"{side} logprobs must be torch.float32, got {part.dtype}; compare them uncast"
                 )
-    ours = _joined(rollout)
-    return ours, _joined(training).to(ours.device)
+    return _joined(rollout), theirs
 
 
-def _check_shapes(a: LogProbs, b: LogProbs, name_a: str, name_b: str) -> None:
-    sides = _parts(a), _parts(b)
-    if isinstance(a, Tensor) != isinstance(b, Tensor):
+def _like(rollout: LogProbs, other: LogProbs, name: str) -> Tensor:
+    """The other values, flat, on the rollout's device; ValueError for another shape than its."""
+    sides = _parts(rollout), _parts(other)
+    found: list[str] = []
+    if isinstance(rollout, Tensor) != isinstance(other, Tensor):
         # One side flat, one per sequence: only the totals can be compared.
         found = [f"{sum(part.numel() for part in side)} tokens" for side in sides]
     elif len(sides[0]) != len(sides[1]):
         found = [f"{len(side)} sequences" for side in sides]
     else:
-        pairs = enumerate(zip(*sides, strict=True))
-        parted = next(((i, pair) for i, pair in pairs if pair[0].shape != pair[1].shape), None)
-        if parted is None:
-            return
-        where = "" if isinstance(a, Tensor) else f" in sequence {parted[0]}"
-        found = [f"shape {list(part.shape)}{where}" for part in parted[1]]
-    if found[0] != found[1]:
+        for i, pair in enumerate(zip(*sides, strict=True)):
+            if pair[0].shape != pair[1].shape:
+                where = "" if isinstance(rollout, Tensor) else f" in sequence {i}"
+                found = [f"shape {list(part.shape)}{where}" for part in pair]
+                break
+    if len({*found}) > 1:
         raise ValueError(
-            f"{name_a} has {found[0]} but {name_b} has {found[1]}; both sides must hold the same "
+            f"rollout has {found[0]} but {name} has {found[1]}; both sides must hold the same "
             "tokens in the same order"
         )
+    return _joined(other).to(sides[0][0].device if sides[0] else "cpu")
 
 
 def total_of(reports: Iterable[DriftReport | None]) -> DriftReport | None:

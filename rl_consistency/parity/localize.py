@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,11 +59,7 @@ class OpDrift:
     takes part in the logprob of token p + 1."""
 
     def __str__(self) -> str:
-        at = (
-            f", sequence {self.sequence}, token {self.position}"
-            if self.position is not None
-            else ""
-        )
+        at = "" if self.position is None else f", sequence {self.sequence}, token {self.position}"
         return f"{Tap(self.op, self.module).place}, {self.pass_}: {self.what}{at}"
 
 
@@ -152,7 +148,13 @@ def localize(
     check_sides(between)
     policy = _policy(model)
     policies = policy, policy if other is None else _policy(other)
-    _check_alike(*policies)
+    ours, theirs = ({n: (*p.shape,) for n, p in each.named_parameters()} for each in policies)
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"the models of the two runs are not alike: {name} has shape {ours.get(name)} in "
+                f"the first, {theirs.get(name)} in the other (None: it is missing)."
+            )
     work = Work(sequences=sequences, prompt_lengths=prompt_lengths, sampling=sampling)
     _check(policy, work)
     backward = gradients and ROLLOUT not in between
@@ -243,16 +245,6 @@ def _policy(model: nn.Module) -> nn.Module:
     return policy
 
 
-def _check_alike(model: nn.Module, other: nn.Module) -> None:
-    ours, theirs = ({n: (*p.shape,) for n, p in m.named_parameters()} for m in (model, other))
-    for name in ours | theirs:
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"the models of the two runs are not alike: {name} has shape {ours.get(name)} in "
-                f"the first, {theirs.get(name)} in the other (None: it is missing)."
-            )
-
-
 def _check(model: Any, work: Work) -> None:
     """ValueError for what the rollout side would not notice; `token_logprobs` checks the same."""
     if not work.sequences or len(work.sequences) != len(work.prompt_lengths):
@@ -338,19 +330,17 @@ def _ablation(policies: Sequence[Any], between: Sequence[str], work: Work) -> li
         )
         return AblationRow(op=op, mode=how, **_measured(a, b))
 
+    def rank(row: AblationRow) -> tuple[bool, float, float]:
+        # The root mean square comes first: largest differences of a few ULP are often equal.
+        rms, largest = (math.inf if math.isnan(v) else v for v in (row.rms, row.max_abs))
+        return row.mode == "stock", rms, largest
+
     ops = ops_of(policies[0].config)
-    ranked = (
-        sorted((row(op, how) for op in ops), key=_drift_of, reverse=True)
-        for how in ("stock", "canonical")
+    return sorted(
+        (*(row(op, "stock") for op in ops), *(row(op, "canonical") for op in ops)),
+        key=rank,
+        reverse=True,
     )
-    return [*chain.from_iterable(ranked)]
-
-
-def _drift_of(row: AblationRow) -> tuple[float, float]:
-    """What rows are ranked by: the root mean square, since largest differences of a few ULP are
-    often equal, then the largest."""
-    rms, largest = (math.inf if math.isnan(v) else v for v in (row.rms, row.max_abs))
-    return rms, largest
 
 
 def _plain(value: Any) -> Any:

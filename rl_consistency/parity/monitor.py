@@ -6,7 +6,7 @@ The trainers' loop feeds it through `ConsistencyHook`, trainers of TRL through `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Mismatch(NamedTuple):
 class Seen(NamedTuple):
     """What a process compared since it was last asked; plain data that processes exchange."""
 
-    reports: Mapping[str, DriftReport | None]
+    reports: dict[str, DriftReport | None]
     """By prefix."""
     counts: Counter[str]
     """Of `drift_histograms`."""
@@ -75,12 +75,7 @@ class DriftMonitor:
     def __post_init__(self) -> None:
         check_known(self.metrics_of)
         self._has_localized = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._since: dict[str, DriftReport | None] = {}
-        self._counts: Counter[str] = Counter()
-        self._samples: list[Sample] = []
+        self._seen = Seen({}, Counter(), [])
 
     def scored(
         self, samples: Sequence[Sample], routing: Routing = (None, None), *, prefix: str = FIRST
@@ -88,20 +83,20 @@ class DriftMonitor:
         """Compare samples that training has scored. `routing` is that of their tokens."""
         sides = [s.rollout for s in samples], [s.training for s in samples]
         report = compare_logprobs(*sides, routing=routing)
-        self._since[prefix] = total_of([self._since.get(prefix), report])
+        seen = self._seen
+        seen.reports[prefix] = total_of([seen.reports.get(prefix), report])
         if prefix == FIRST:
             self.total = total_of([self.total, report])
-            self._counts.update(drift_histograms(*sides))
+            seen.counts.update(drift_histograms(*sides))
             if self.metrics_of:
-                self._samples += samples
+                seen.samples.extend(samples)
             elif not report.passed:
-                self._samples += [samples[i] for i in mismatched_sequences(*sides)]
+                seen.samples.extend(samples[i] for i in mismatched_sequences(*sides))
         return report
 
     def take(self) -> Seen:
         """What was compared since the last call."""
-        seen = Seen(self._since, self._counts, self._samples)
-        self._forget()
+        seen, self._seen = self._seen, Seen({}, Counter(), [])
         return seen
 
     def metrics(self, everyone: Iterable[Seen]) -> tuple[dict[str, float], Seen]:

@@ -89,12 +89,9 @@ def save_replay_bundle(
     Args:
         directory: where bundles of the run go; made if missing. A bundle is named by its content,
             so that saving the same one again gives the same path.
-        sequences: all sequences of the batch, token ids; the next three lists run parallel to it.
-        rollout_logprobs: fp32 per sequence.
-        training_logprobs: fp32 per sequence.
-        prompt_lengths: prompt tokens per sequence.
+        sequences: with the next three lists and the digest, as in `ReplayBundle`, but of all
+            sequences of the batch.
         config: plain values, as JSON can hold them.
-        parameter_digest: of the weights under which both sides ran.
         fingerprint: of the run.
         decode: the text of token ids, for those of the worst tokens; None leaves texts out.
 

@@ -36,7 +36,6 @@ SIDES = (ROLLOUT, TRAINING, STOCK, *LAYOUTS)
 """Prompts read at once and completions decoded token by token through a paged cache; one packed
 batch; the same with every op on its stock path; the other layouts."""
 
-ALL_STOCK = Strictness(frozenset(OPS))
 BLOCK_SIZE = 16
 LOGPROBS = Tap("token_logprobs", LM_HEAD)
 _LOGIT_ROWS = 256  # at a time: logits of all tokens may be larger than the model
@@ -57,11 +56,6 @@ class Work:
         parts = zip(ends, self.sequences, self.prompt_lengths, strict=True)
         spans = (range(end - len(ids) + prompt - 1, end - 1) for end, ids, prompt in parts)
         return [*chain.from_iterable(spans)]
-
-    def rows(self, count: int, device: torch.device) -> SamplingRows:
-        names = ("temperature", "top_k", "top_p", "min_p")
-        given = {n: getattr(self.sampling, n) for n in names} if self.sampling else {}
-        return SamplingRows.uniform(count, **given, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +85,7 @@ def run_side(
     one per token. Gradients found before are put back.
     """
     if side == STOCK and choice is None:
-        choice = ALL_STOCK
+        choice = Strictness(frozenset(OPS))
     lengths = [len(sequence) for sequence in work.sequences]
     gradients = gradients and side != ROLLOUT and _can_train(model)
     with (
@@ -120,7 +114,8 @@ def _can_train(model: Any) -> bool:
 
 def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
     """Logprobs and most likely tokens, the prompts in one call and the rest token by token."""
-    given = work.sequences
+    given, names = work.sequences, ("temperature", "top_k", "top_p", "min_p")
+    sampling = {n: getattr(work.sampling, n) for n in names} if work.sampling else {}
     pairs = zip(given, work.prompt_lengths, strict=True)
     schedules = [[prompt, *[1] * (len(ids) - prompt)] for ids, prompt in pairs]
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in schedules]
@@ -136,7 +131,8 @@ def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
             continue
         owners, targets, rows = zip(*going, strict=True)
         logits = next_token_logits(model, hidden[torch.tensor(rows, device=hidden.device)])
-        behaviour = distribution(logits, work.rows(len(rows), logits.device))
+        drawn = SamplingRows.uniform(len(rows), **sampling, device=logits.device)
+        behaviour = distribution(logits, drawn)
         logprobs = behaviour.logprobs_of(torch.tensor(targets, device=logits.device)).cpu()
         for i, *pair in zip(owners, logprobs, logits.argmax(dim=1).cpu(), strict=True):
             found[i].append((pair[0], pair[1]))

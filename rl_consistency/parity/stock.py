@@ -77,13 +77,17 @@ def shadow_stock_path(
                 sides[1].append(_score(model, batch, scale))
         if micro_batch_size is not None:
             batches = _batches(model, sequences, prompt_lengths, micro_batch_size)
-            training_seconds = _training_seconds(model, batches, scale)
+            with mode(model, training=True), gradients_kept(model):
+                model.zero_grad(set_to_none=True)
+                started = finished_seconds(device)
+                for batch in batches:
+                    (-torch.cat(_score(model, batch, scale)[0]).mean()).backward()
+                training_seconds = finished_seconds(device) - started
     parts = [[t for batch in side for t in batch[of]] for of in (0, 1) for side in sides]
     decoded, scored, *experts = parts
+    routing = (experts[0], experts[1]) if experts[0] else None
     return StockShadow(
-        drift=compare_logprobs(
-            decoded, scored, routing=(experts[0], experts[1]) if experts[0] else None
-        ),
+        drift=compare_logprobs(decoded, scored, routing=routing),
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )
@@ -108,8 +112,8 @@ def _experts_of_any_width(model: Any) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-_Batch = tuple[list[list[int]], list[int]]
-"""Sequences and prompt lengths."""
+_Batch = list[tuple[list[int], int]]
+"""Sequences, each with its prompt's length."""
 _Scored = tuple[list[Tensor], list[Tensor]]
 """[completion length] of each sequence: fp32 logprobs, and routing (no tensor in a dense model)."""
 
@@ -123,20 +127,8 @@ def _batches(
         longest = max(len(sequence) for sequence in sequences)
         each = longest * model.config.vocab_size * model.dtype.itemsize
         size = max(1, min(size, int(free * SHARE_FOR_LOGITS) // each))
-    return [
-        ([list(s) for s in sequences[start : start + size]], list(prompt_lengths[start:][:size]))
-        for start in range(0, len(sequences), size)
-    ]
-
-
-def _training_seconds(model: Any, batches: list[_Batch], temperature: float) -> float:
-    """Seconds of one forward and backward pass per batch, gradients accumulated."""
-    with mode(model, training=True), gradients_kept(model):
-        model.zero_grad(set_to_none=True)
-        started = finished_seconds(model.device)
-        for batch in batches:
-            (-torch.cat(_score(model, batch, temperature)[0]).mean()).backward()
-        return finished_seconds(model.device) - started
+    pairs = [(list(s), prompt) for s, prompt in zip(sequences, prompt_lengths, strict=True)]
+    return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
 
 @contextmanager
@@ -151,28 +143,27 @@ def mode(model: Any, *, training: bool) -> Iterator[None]:
 
 
 def _score(model: Any, batch: _Batch, temperature: float) -> _Scored:
-    ids, mask = lay_out(batch[0], "right_padded", model.device)
+    ids, mask = lay_out([s for s, _ in batch], "right_padded", model.device)
     assert isinstance(ids, Tensor)
     with stock_routing(model) as routed:
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    places = [(slice(n - 1, len(s) - 1), slice(n, len(s))) for s, n in zip(*batch, strict=True)]
+    rows = [slice(n - 1, len(s) - 1) for s, n in batch]
     logprobs = [
-        _picked(logits[i, rows], ids[i, tokens], temperature)
-        for i, (rows, tokens) in enumerate(places)
+        _picked(logits[i, rows[i]], ids[i, n : len(s)], temperature)
+        for i, (s, n) in enumerate(batch)
     ]
-    met = [rows.view(len(ids), -1) for rows in routed]
-    return logprobs, [each[i, rows] for each in met for i, (rows, _) in enumerate(places)]
+    met = [routing.view(len(ids), -1) for routing in routed]
+    return logprobs, [each[i, scored] for each in met for i, scored in enumerate(rows)]
 
 
 def _decode(model: Any, batch: _Batch, temperature: float) -> _Scored:
-    pairs = list(zip(*batch, strict=True))
-    ids, mask = lay_out([s[:prompt] for s, prompt in pairs], "left_padded", model.device)
+    ids, mask = lay_out([s[:prompt] for s, prompt in batch], "left_padded", model.device)
     assert isinstance(ids, Tensor) and mask is not None
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    longest = max(len(s) - prompt for s, prompt in pairs)
+    longest = max(len(s) - prompt for s, prompt in batch)
     # Finished sequences repeat their last token.
-    given = [[*s[prompt:], *s[-1:] * (longest - len(s) + prompt)] for s, prompt in pairs]
+    given = [[*s[prompt:], *s[-1:] * (longest - len(s) + prompt)] for s, prompt in batch]
     steps: list[Tensor] = []
     with stock_routing(model) as routed:
         for tokens in torch.tensor(given, device=model.device).unbind(dim=1):
@@ -182,11 +173,11 @@ def _decode(model: Any, batch: _Batch, temperature: float) -> _Scored:
             ids = tokens.unsqueeze(1)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             positions = positions[:, -1:] + 1
-    met = [rows.view(len(pairs), -1)[:, -1] for rows in routed]
+    met = [rows.view(len(batch), -1)[:, -1] for rows in routed]
 
     def of_each(columns: list[Tensor]) -> list[Tensor]:
         rows = torch.stack(columns, dim=1) if columns else ()
-        return [row[: len(s) - prompt] for row, (s, prompt) in zip(rows, pairs)]
+        return [row[: len(s) - prompt] for row, (s, prompt) in zip(rows, batch)]
 
     return of_each(steps), of_each(met)
 

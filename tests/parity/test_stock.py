@@ -135,7 +135,7 @@ def test_a_stock_call_takes_no_more_sequences_than_a_gpu_has_room_for(sequences,
         device, dtype, config = torch.device("cuda"), torch.float32, build().config
 
     def sizes(model, size):
-        return [len(chunk) for chunk, _ in stock._batches(model, sequences, PROMPTS, size)]
+        return [len(batch) for batch in stock._batches(model, sequences, PROMPTS, size)]
 
     assert sizes(OnGpu, 64) == [3, 2]
     assert sizes(OnGpu, 2) == [2, 2, 1]
