@@ -58,9 +58,8 @@ def steady_ticks(tokens: Sequence[int], count: int, longest: int) -> tuple[int, 
     """The steps between which each of `count` sequences gets a token a step, of the tokens known
     after each step: without the first ones, and without the very last one, in which the engine also
     checks the weights."""
-    gained = [i for i in range(len(tokens) - 2) if tokens[i + 1] - tokens[i] >= count <= tokens[i]][
-        min(SETTLING_STEPS, longest // 4) :
-    ]
+    gained = [i for i in range(len(tokens) - 2) if tokens[i + 1] - tokens[i] >= count <= tokens[i]]
+    gained = gained[min(SETTLING_STEPS, longest // 4) :]
     if not gained:
         raise RuntimeError(
             f"too few steps decoded all {count} sequences; ask for longer or fewer ones."
