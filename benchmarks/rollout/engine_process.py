@@ -120,14 +120,6 @@ def vllm(settings: Mapping[str, Any]) -> Engine:
     return prepared
 
 
-ENGINES: Mapping[str, Callable[[Mapping[str, Any]], Engine]] = {
-    "ours": ours,
-    "vllm": vllm,
-    "dynamic": hugging_face,
-    "static": hugging_face,
-}
-
-
 def measured(engine: Engine, work: Mapping[str, Any]) -> list[float]:
     """The seconds of each run of a work, once its size is warm. RuntimeError unless every
     completion is whole."""
@@ -147,7 +139,7 @@ def measured(engine: Engine, work: Mapping[str, Any]) -> list[float]:
 def main(settings_file: str, answer_file: str) -> None:
     """Measure all works."""
     settings, answer = json.loads(Path(settings_file).read_text("utf-8")), []
-    engine = ENGINES[settings["engine"]](settings)
+    engine = {"ours": ours, "vllm": vllm}.get(settings["engine"], hugging_face)(settings)
     for work in settings["works"]:
         answer.append(measured(engine, work))
         Path(answer_file).write_text(json.dumps(answer), "utf-8")

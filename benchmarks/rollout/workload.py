@@ -75,5 +75,4 @@ class Workload:
 
     def kv_blocks(self, block_size: int) -> int:
         """Cache blocks with room for every sequence at its full length, nothing shared."""
-        tokens = (self.prompt_len + n + TOKENS_BEYOND for n in self.lengths())
-        return sum(-(-each // block_size) for each in tokens)
+        return sum(-(-(self.prompt_len + n + TOKENS_BEYOND) // block_size) for n in self.lengths())
