@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 from rl_consistency.models.families import FAMILIES, mixins
-from rl_consistency.models.moe.modules import CanonicalMoEBlock
+from rl_consistency.models.moe import CanonicalMoEBlock
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained, parse_json_object
