@@ -13,9 +13,9 @@ _EXPORTS = {
     "strict": "rl_consistency.numerics.strict",
     "patch": "rl_consistency.models.patch",
     "token_logprobs": "rl_consistency.models.scoring.token_logprobs",
-    "whole_weights": "rl_consistency.models.sharding",
+    "whole_weights": "rl_consistency.models.whole_weights",
     "Completion": "rl_consistency.rollout.completion",
-    "FailedRequestsError": "rl_consistency.rollout.completion",
+    "FailedRequestsError": "rl_consistency.rollout.failures",
     "RolloutEngine": "rl_consistency.rollout.engine",
     "RolloutStatistics": "rl_consistency.rollout.scheduler",
     "model_digest": "rl_consistency.rollout.weights",
@@ -57,15 +57,16 @@ if TYPE_CHECKING:
     from rl_consistency.kernels.matmul.audit import schedule_audit
     from rl_consistency.models.patch import patch
     from rl_consistency.models.scoring.token_logprobs import token_logprobs
-    from rl_consistency.models.sharding import whole_weights
+    from rl_consistency.models.whole_weights import whole_weights
     from rl_consistency.numerics.errors import ConsistencyError
     from rl_consistency.numerics.fingerprint import fingerprint
     from rl_consistency.numerics.strict import strict
     from rl_consistency.parity.drift import compare_logprobs
     from rl_consistency.parity.gradients import check_gradients
     from rl_consistency.parity.localize import localize
-    from rl_consistency.rollout.completion import Completion, FailedRequestsError
+    from rl_consistency.rollout.completion import Completion
     from rl_consistency.rollout.engine import RolloutEngine
+    from rl_consistency.rollout.failures import FailedRequestsError
     from rl_consistency.rollout.progress import progress_bar
     from rl_consistency.rollout.sampling_params import SamplingParams
     from rl_consistency.rollout.scheduler import RolloutStatistics

@@ -11,7 +11,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.completion import FailedRequestsError
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import WeightsWatch, _weights, model_digest
 from rl_consistency.verify.presets import build_preset
