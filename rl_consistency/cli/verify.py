@@ -48,7 +48,6 @@ PROCESS_BYTES = 6 * 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("--device", default="cpu", help="where to run (default: cpu)")
     model = parser.add_mutually_exclusive_group()
     text = "a Hugging Face model directory, in its own dtype"
@@ -87,26 +86,22 @@ def run(args: argparse.Namespace) -> int:
     refuse_many_processes()
     if args.json is not None:
         require_writable("--json", args.json)
-    device = chosen_device(args.device)
-    start = time.perf_counter()
+    device, start = chosen_device(args.device), time.perf_counter()
     if args.world is None:
         _refuse(args, WORLD_OPTIONS, "only --world takes them")
     if args.mutants:
-        others = WORLD_OPTIONS if args.world is not None else ()
-        _refuse(args, ("dtype", *TARGETS, *others), "--mutants runs on a model of its own")
+        _refuse(args, ("dtype", *TARGETS, *WORLD_OPTIONS), "--mutants runs on a model of its own")
     if args.world is not None:
         _refuse(args, TARGETS, "--world runs on a model of its own")
         passed, content = _run_world(args, device)
     elif args.mutants:
         passed, content = _run_mutants(device)
     else:
-        given = _targets(args, device), device, _processes(args, device), args.only or ()
-        passed, content = _run_claims(*given)
-        content["only"] = list(args.only or ())
+        passed, content = _run_claims(args, device)
     if args.json is not None:
-        record = {"passed": passed, "seconds": time.perf_counter() - start}
         from rl_consistency.numerics.fingerprint import fingerprint
 
+        record = {"passed": passed, "seconds": time.perf_counter() - start}
         found = fingerprint(device)
         record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
         record["machine"] = _machine(device)
@@ -125,23 +120,20 @@ def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
 def _processes(args: argparse.Namespace, device: torch.device) -> int:
     import torch
 
-    if args.processes is not None:
-        if args.processes < 1:
-            raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
-        return args.processes
-    if device.type != "cuda":
-        return 1
+    if args.processes is not None and args.processes < 1:
+        raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
+    if args.processes is not None or device.type != "cuda":
+        return args.processes or 1
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(len(os.sched_getaffinity(0)), free // PROCESS_BYTES, MOST_PROCESSES))
 
 
-def _run_claims(
-    targets: Sequence[Target], device: torch.device, processes: int, only: Sequence[str]
-) -> tuple[bool, dict[str, Any]]:
+def _run_claims(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
     from rl_consistency.numerics.fingerprint import fingerprint
     from rl_consistency.verify.run import run_checks
 
-    console, start = Console(), time.perf_counter()
+    targets, processes = _targets(args, device), _processes(args, device)
+    console, start, only = Console(), time.perf_counter(), args.only or ()
     with live_progress(console) as progress:
         task = progress.add_task(f"in {processes} processes", total=None)
 
@@ -162,7 +154,7 @@ def _run_claims(
     text += f"fingerprint {fingerprint(device).digest[:12]}"
     text += f", only {', '.join(only)}" if only else ""
     console.print(text, highlight=False)
-    return not failed, {"results": [asdict(r) for r in results]}
+    return not failed, {"results": [asdict(r) for r in results], "only": [*only]}
 
 
 def _log(console: Console, result: Result, mutant: str = "") -> None:
@@ -184,8 +176,8 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
         own = [r for r in results if r.claim == claim]
         if not own:
             continue
-        table = Table(show_header=False, box=None, expand=True, title_justify="left")
-        table.title = f"[bold]{claim}  {text}"
+        title = f"[bold]{claim}  {text}"
+        table = Table(show_header=False, box=None, expand=True, title=title, title_justify="left")
         table.add_column(width=5, no_wrap=True)
         table.add_column(width=max(len(r.subject) for r in results), no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
@@ -196,13 +188,14 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
             verdict = "[green]holds[/]" if all(r.passed for r in rows) else "[red]RED[/]"
             figures = [r.figure for r in rows if r.figure is not None]
             varied = rows[0].what + (f": {max(figures):.2f} x stock" if figures else "")
-            cases = f"{sum(r.cases for r in rows):,}"
             # `model fp32`, `other fp32`, `model bf16`, ... -> `2 models fp32 bf16`.
             scopes = [r.scope.rpartition(" ") for r in rows]
             models, dtypes = ([*dict.fromkeys(scope[i] for scope in scopes)] for i in (0, 2))
-            names = models[0] if len(models) == 1 else f"{len(models)} models"
-            where = f"{names} {' '.join(dtypes)}".strip()
-            table.add_row(verdict, rows[0].subject, varied, where, cases)
+            names = models if len(models) == 1 else [f"{len(models)} models"]
+            where = " ".join([*names, *dtypes]).strip()
+            table.add_row(
+                verdict, rows[0].subject, varied, where, f"{sum(r.cases for r in rows):,}"
+            )
         tables.append(table)
     return tables
 
@@ -265,10 +258,8 @@ def chosen_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: no CUDA device is available here; use --device cpu.")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"--device {name}: the canonical orders have no schedule for {device.type}; use "
-            "--device cpu or cuda."
-        )
+        why = f"the canonical orders have no schedule for {device.type}"
+        raise ValueError(f"--device {name}: {why}; use --device cpu or cuda.")
     if device.type == "cuda":
         # Not the device's own index: torch keeps 8 bits of it, and 256 would be 0.
         index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
@@ -281,7 +272,6 @@ def chosen_device(name: str) -> torch.device:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """What the results were found on."""
     import torch
     import triton
 
@@ -297,7 +287,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _add_world_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of this mode of `verify`."""
     group = parser.add_argument_group("training on several processes")
     text = (
         "instead train a tiny run on so many processes each, 1 to 4, on a GPU one per GPU, and "
@@ -322,16 +311,14 @@ def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, di
     worlds = _worlds(args, device)
     if args.mutants:
         return _run_world_mutants(worlds, device)
-    steps = STEPS if args.steps is None else args.steps
+    steps, axes = STEPS if args.steps is None else args.steps, _axes(args)
     if steps < 1:
         raise ValueError(f"--steps {steps}: at least 1 is needed.")
-    axes = _axes(args)
-    cells, start = cells_of(worlds, *axes), time.perf_counter()
+    cells, console, start = cells_of(worlds, *axes), Console(), time.perf_counter()
     runs = Counter(cell.kind for cell in cells)
     if min(runs.values(), default=0) < 2:
         found = ", ".join(f"{count} of {kind}" for kind, count in runs.items()) or "none"
         raise ValueError(f"runs: {found}; a single one compares nothing; narrow it less.")
-    console = Console()
     outcomes = _train(console, cells, steps, device)
     why = {outcome.cell: text for outcome, text in failures(outcomes)}
     missing = _missing(*axes)
@@ -341,11 +328,11 @@ def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, di
     for name, text in missing.items():
         console.print(f"[yellow]not run[/] {name}: {text}", highlight=False)
     tokens, wrong = sum(o.tokens for o in outcomes), sum(o.mismatched_tokens for o in outcomes)
-    same = "[green]one hash per dtype and algorithm[/]"
-    verdict = f"[red]{len(why)} runs differ or failed[/]" if why else same
-    text = f"{verdict}: {len(cells)} runs of {steps} steps, "
-    text += f"{wrong} of {tokens:,} tokens differ from the rollout's, "
-    console.print(f"{text}{time.perf_counter() - start:.0f} s", highlight=False)
+    text = "[green]one hash per dtype and algorithm[/]"
+    text = f"[red]{len(why)} runs differ or failed[/]" if why else text
+    text += f": {len(cells)} runs of {steps} steps, {wrong} of {tokens:,} tokens differ from the "
+    text += f"rollout's, {time.perf_counter() - start:.0f} s"
+    console.print(text, highlight=False)
     rows = [vars(o.cell) | vars(o) | {"failure": why.get(o.cell, "")} for o in outcomes]
     kept = [{k: v for k, v in row.items() if k not in ("cell", "mutant", "rows")} for row in rows]
     return not why, {"steps": steps, "cells": kept, "not_run": missing}
@@ -387,32 +374,28 @@ def _worlds(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
     default = [*possible][: 2 if args.mutants else None]
     given = dict.fromkeys(args.world.split(",") if args.world else default)
     if refused := [text for text in given if text not in possible]:
-        allowed = f"1 to {WORLDS[-1]}"
-        if cuda:
-            allowed += f", and at most one for each of the {most} GPUs here"
-        raise ValueError(f"--world {refused[0]}: numbers of processes split by commas, {allowed}.")
+        gpus = f", and at most one for each of the {most} GPUs here" if cuda else ""
+        allowed = f"numbers of processes split by commas, 1 to {WORLDS[-1]}{gpus}"
+        raise ValueError(f"--world {refused[0]}: {allowed}.")
     if args.mutants and ("1" not in given or len(given) < 2):
         raise ValueError("--mutants compares 1 process with several: give --world 1,2 or more.")
     return tuple(possible[text] for text in given)
 
 
 def _axes(args: argparse.Namespace) -> tuple[list[Any], ...]:
-    """Strategies, micro-batches, dtypes and algorithms asked for."""
     from rl_consistency.verify import world as cells
 
-    sizes = range(1, cells.LARGEST_MICRO_BATCH + 1)
-    found = []
-    for option, asked, default, known in (
-        ("strategy", args.strategy, cells.STRATEGIES, cells.STRATEGIES),
-        ("micro-batch", args.micro_batch, cells.MICRO_BATCHES, sizes),
-        ("dtype", args.dtype, cells.DTYPES, cells.DTYPES),
-        ("algorithm", args.algorithm, cells.ALGORITHMS, cells.ALGORITHMS),
+    sizes, found = range(1, cells.LARGEST_MICRO_BATCH + 1), []
+    for option, asked, known in (
+        ("strategy", args.strategy, cells.STRATEGIES),
+        ("micro-batch", args.micro_batch or cells.MICRO_BATCHES, sizes),
+        ("dtype", args.dtype, cells.DTYPES),
+        ("algorithm", args.algorithm, cells.ALGORITHMS),
     ):
-        chosen = list(dict.fromkeys(asked or default))
-        if unknown := [name for name in chosen if name not in known]:
+        found.append(list(dict.fromkeys(asked or known)))
+        if unknown := [name for name in found[-1] if name not in known]:
             allowed = ", ".join(map(str, known))
             raise ValueError(f"--{option} {unknown[0]}: --world trains {allowed}.")
-        found.append(chosen)
     return tuple(found)
 
 
