@@ -6,11 +6,11 @@ The loop itself does not measure. Its hook measures, records and, if told so, st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,16 +22,14 @@ from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, list_digest
-from rl_consistency.parity.drift import DriftTotals, Sample, compare_logprobs
+from rl_consistency.parity.drift import DriftReport, Sample, compare_logprobs, total_of
 from rl_consistency.parity.gradients import GradientReport, LossFunction, check_gradients
 from rl_consistency.parity.monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.stock import shadow_stock_path
-from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
 Metrics = dict[str, float | int | str | bool]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +51,8 @@ class Rollout:
     def samples(self, training: Sequence[Tensor]) -> list[Sample]:
         """The completions beside the logprobs that training gave them."""
         places = self.places or [(index, 0) for index in range(len(self.sequences))]
-        parts = zip(
-            self.sequences, self.prompt_lengths, places, self.logprobs, training, strict=True
-        )
+        given = self.sequences, self.prompt_lengths, places, self.logprobs, training
+        parts = zip(*given, strict=True)
         return [Sample(ids[n:], place, *sides) for ids, n, place, *sides in parts]
 
 
@@ -78,18 +75,22 @@ class GradientStep:
     """Compares them with others of the step, for leaves, ranks and shards; None: the hook does."""
 
 
-COUNTED = (
-    *("gradient_checks", "gradient_checks_passed", "gradient_mismatched_elements"),
-    *("values_checked", "values_mismatched"),
-)
-"""What a run counts beside drift, by the names of a checkpoint."""
+COUNTED = {
+    "value_check/values": "values_checked",
+    "value_check/mismatched_values": "values_mismatched",
+    "gradient_check/checks": "gradient_checks",
+    "gradient_check/passed": "gradient_checks_passed",
+    "gradient_check/mismatched_elements": "gradient_mismatched_elements",
+}
+"""What a run counts beside drift: the name in its summary -> that in a checkpoint."""
 
 
 @dataclass(eq=False)
 class ConsistencyHook:
     """Measures drift, checks gradients, takes digests, measures the stock path.
 
-    A training loop calls its `on_` methods. Each returns metrics to log with the step.
+    A training loop calls its `on_` methods. Each returns metrics to log with the step. Options are
+    those of a recipe's `consistency` section and, like `replay_dir`, of `DriftMonitor`.
 
     Raises: ConsistencyError when the fingerprints of the two sides differ, or on drift.
     """
@@ -98,21 +99,13 @@ class ConsistencyHook:
     """The patched policy."""
     _: KW_ONLY
     gradient_check_every: int = 0
-    """Steps between gradient checks; 0 is never."""
     gradient_check_sequences: int | None = None
-    """A check regroups this many of a step's first sequences; None is all. The gradients of the
-    whole step are always computed again."""
     value_check_every: int = 0
-    """Steps between checks of a critic's values; 0 is never."""
     shadow_every: int = 0
-    """Steps between measurements of the stock path; 0 is never."""
     micro_batch_size: int | None = None
     """Sequences of one stock training pass, whose speed is measured too; None leaves it out."""
     on_drift: OnDrift = "raise"
-    """`raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens are first
-    saved as a replay bundle in every case."""
     metrics_of: Sequence[str] = ()
-    """As in `DriftMonitor`, like the next and `decode`."""
     replay_dir: Path | None
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, saved with a bundle."""
@@ -138,7 +131,8 @@ class ConsistencyHook:
             decode=self.decode,
             metrics_of=self.metrics_of,
         )
-        self.stock, self.counted = DriftTotals(), dict.fromkeys(COUNTED, 0)
+        self.stock: DriftReport | None = None
+        self.counted = dict.fromkeys(COUNTED.values(), 0)
         audit = schedule_audit()
         self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
@@ -150,10 +144,10 @@ class ConsistencyHook:
         """Completions were sampled; the weights have not changed since."""
         self._rollout, self._digests = rollout, {}
         if rollout.step == 1:
-            self._digests["initial_weights"] = self._timed(each_digest, self.model)
+            self._digest("initial_weights", each_digest, self.model)
         ids = [torch.from_numpy(np.array(i)) for i in (*rollout.sequences, rollout.prompt_lengths)]
-        self._digests["tokens"] = self._timed(list_digest, ids)
-        self._digests["logprobs"] = self._timed(list_digest, rollout.logprobs)
+        self._digest("tokens", list_digest, ids)
+        self._digest("logprobs", list_digest, rollout.logprobs)
         return {}
 
     def on_training_logprobs(
@@ -164,40 +158,34 @@ class ConsistencyHook:
         rollout = self._current
         samples = rollout.samples(logprobs)
         report = self.monitor.scored(samples, (rollout.routing, routing))
-        self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
+        self._digest("training_logprobs", list_digest, logprobs)
         figures, seen = self.monitor.metrics([self.monitor.take()])
         metrics: Metrics = {**figures, **seen.counts}
         if not report.passed:
-            bundle, where = None, ""
-            if report.mismatched_tokens:
-                bundle, where = self.monitor.kept(
-                    rollout.sequences,
-                    rollout.prompt_lengths,
-                    rollout.logprobs,
-                    logprobs,
-                    sampling=rollout.sampling,
-                    config={**self.config, "step": rollout.step},
-                )
-            nowhere = (
-                "saved by rank 0" if report.mismatched_tokens else "none, since no logprob differs"
+            bundle, where = self.monitor.kept(
+                report,
+                sequences=rollout.sequences,
+                prompt_lengths=rollout.prompt_lengths,
+                rollout_logprobs=rollout.logprobs,
+                training_logprobs=logprobs,
+                sampling=rollout.sampling,
+                config={**self.config, "step": rollout.step},
             )
             message = (
-                f"{report.sentence()}. Replay bundle: {bundle or nowhere}. {where}Run "
-                "`rl-consistency localize` on it, or `rl-consistency verify`, to see which op "
-                "differs"
+                f"{report.sentence()}. {where}Run `rl-consistency localize` on it, or "
+                "`rl-consistency verify`, to see which op differs"
             )
             self._mismatch = Mismatch(samples, message, bundle)
-            self._drifted(rollout.step, message, metrics)
-        if self._due(self.shadow_every, rollout.step):
+            self._drifted(message, metrics)
+        if self._due(self.shadow_every):
             metrics |= self._shadow(rollout)
         return metrics
 
     def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
         """A critic gave the values of the rollout's tokens; `again` computes them under another
         grouping. Only in PPO, before advantages are made."""
-        step = self._current.step
-        self._digests["values"] = self._timed(list_digest, values)
-        if not self._due(self.value_check_every, step):
+        self._digest("values", list_digest, values)
+        if not self._due(self.value_check_every):
             return {}
         started = perf_counter()
         report = compare_logprobs(list(values), again())
@@ -214,7 +202,7 @@ class ConsistencyHook:
                 f"the batch was cut (largest difference {report.max_abs_diff:g}). Run "
                 "`rl-consistency verify` to see which op differs"
             )
-            self._drifted(step, message, metrics)
+            self._drifted(message, metrics)
         return metrics
 
     def on_gradients(self, step: GradientStep) -> Metrics:
@@ -223,9 +211,9 @@ class ConsistencyHook:
             return {}
         if (gradients := step.gradients) is None:
             gradients = {name: p.grad for name, p in self.model.named_parameters()}
-        self._digests["gradients"] = each = self._timed(each_digest, gradients)
+        each = self._digest("gradients", each_digest, gradients)
         metrics: Metrics = {"consistency/gradient_digest": joint_digest(each)}
-        if self._due(self.gradient_check_every, self._current.step):
+        if self._due(self.gradient_check_every):
             check = step.check or partial(self._regrouped, step)
             metrics |= self._compared("gradient_check", check)
         return metrics
@@ -233,17 +221,17 @@ class ConsistencyHook:
     def on_value_gradients(self, check: Callable[[], GradientReport]) -> Metrics:
         """The critic's gradients of a first optimizer step are complete; `check` compares them with
         others of the same step. Only in PPO."""
-        due = self._due(self.gradient_check_every, self._current.step)
+        due = self._due(self.gradient_check_every)
         return self._compared("critic_gradient_check", check, "critic: ") if due else {}
 
     def on_step_end(self) -> Metrics:
         """All optimizer steps on this rollout are done."""
-        step, self._rollout = self._current.step, None
-        self._digests["weights"] = self._timed(each_digest, self.model)
+        self._digest("weights", each_digest, self.model)
         metrics: Metrics = {"time/digest_seconds": self._digest_seconds}
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
-            self._audit_schedules(step, metrics)
+            self._audit_schedules(metrics)
+        self._rollout = None
         return metrics
 
     def take_digests(self) -> Digests:
@@ -258,38 +246,29 @@ class ConsistencyHook:
 
     def summary(self) -> dict[str, Any]:
         """Totals over the run, by the names of the metrics."""
-        counted, found = self.counted, {}
-        for path, drift in (("consistency", self.monitor.total), ("stock", self.stock)):
-            found |= drift.report.metrics(path) if drift.report else {}
-        if counted["values_checked"]:
-            found |= {
-                "consistency/value_check/values": counted["values_checked"],
-                "consistency/value_check/mismatched_values": counted["values_mismatched"],
-            }
-        return found | {
-            "consistency/gradient_check/checks": counted["gradient_checks"],
-            "consistency/gradient_check/passed": counted["gradient_checks_passed"],
-            "consistency/gradient_check/mismatched_elements": (
-                counted["gradient_mismatched_elements"]
-            ),
-            "consistency/fingerprint": self.fingerprint.digest,
-        }
+        found: dict[str, Any] = {}
+        for path, report in (("consistency", self.monitor.total), ("stock", self.stock)):
+            found |= report.metrics(path) if report else {}
+        for name, kept in COUNTED.items():
+            if self.counted["values_checked"] or not name.startswith("value"):
+                found[f"consistency/{name}"] = self.counted[kept]
+        return found | {"consistency/fingerprint": self.fingerprint.digest}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        drift = {"drift": self.monitor.total.state_dict(), "stock": self.stock.state_dict()}
-        return {**self.counted, **drift}
+        drift = {"drift": self.monitor.total, "stock": self.stock}
+        return {**self.counted, **{k: asdict(r) if r else {} for k, r in drift.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the totals of a checkpoint."""
-        self.counted = {name: state.get(name, 0) for name in COUNTED}
-        self.monitor.total.load_state_dict(state["drift"])
-        self.stock.load_state_dict(state["stock"])
+        self.counted = {name: state.get(name, 0) for name in COUNTED.values()}
+        drift = (state[name] for name in ("drift", "stock"))
+        self.monitor.total, self.stock = (DriftReport(**d) if d else None for d in drift)
 
-    def _timed(self, digest_of: Callable[[Any], T], tensors: Any) -> T:
-        """The digest of some tensors; its seconds are added to those of the step."""
+    def _digest(self, name: str, digest_of: Callable[[Any], Any], tensors: Any) -> Any:
+        """Keep the digest of some tensors; its seconds are added to those of the step."""
         started = perf_counter()
-        found = digest_of(tensors)
+        self._digests[name] = found = digest_of(tensors)
         self._digest_seconds += perf_counter() - started
         return found
 
@@ -302,7 +281,7 @@ class ConsistencyHook:
             temperature=rollout.sampling.temperature,
             micro_batch_size=self.micro_batch_size,
         )
-        self.stock.add(shadow.drift)
+        self.stock = total_of([self.stock, shadow.drift])
         metrics: Metrics = dict(shadow.drift.metrics("stock"))
         speed = shadow.drift.tokens / shadow.rollout_seconds
         metrics["time/stock_rollout_tokens_per_second"] = speed
@@ -312,7 +291,7 @@ class ConsistencyHook:
         metrics["time/shadow_seconds"] = perf_counter() - started
         return metrics
 
-    def _audit_schedules(self, step: int, metrics: Metrics) -> None:
+    def _audit_schedules(self, metrics: Metrics) -> None:
         """Read what the sampled checks of library schedules found so far."""
         report = schedule_audit()
         metrics["consistency/schedule_audit"] = report.differing
@@ -325,7 +304,7 @@ class ConsistencyHook:
                 f"were sampled); withdrawn: {', '.join(report.withdrawn)}. Continue from the last "
                 "checkpoint (--resume), which will not use them"
             )
-            self._drifted(step, message, metrics)
+            self._drifted(message, metrics)
 
     def _compared(self, name: str, check: Callable[[], GradientReport], whose: str = "") -> Metrics:
         started = perf_counter()
@@ -339,13 +318,17 @@ class ConsistencyHook:
             f"time/{name}_seconds": perf_counter() - started,
         }
         if failure := report.failure():
-            message = f"{whose}{failure}. Run `rl-consistency verify`"
-            self._drifted(self._current.step, message, metrics)
+            self._drifted(f"{whose}{failure}. Run `rl-consistency verify`", metrics)
         return metrics
 
     def _regrouped(self, step: GradientStep) -> GradientReport:
-        given: dict[str, Any] = {"sampling": step.sampling, "balance": step.balance}
-        check = partial(check_gradients, self.model, loss=step.loss, **given)
+        check = partial(
+            check_gradients,
+            self.model,
+            loss=step.loss,
+            sampling=step.sampling,
+            balance=step.balance,
+        )
         as_trained = check(
             step.sequences, prompt_lengths=step.prompt_lengths, regroupings=(), compare_present=True
         )
@@ -357,8 +340,8 @@ class ConsistencyHook:
             as_trained.non_finite + regrouped.non_finite,
         )
 
-    def _drifted(self, step: int, message: str, metrics: Metrics) -> None:
-        message = f"step {step}: {message}, or set consistency.on_drift to warn."
+    def _drifted(self, message: str, metrics: Metrics) -> None:
+        message = f"step {self._current.step}: {message}, or set consistency.on_drift to warn."
         if self.on_drift == "raise":
             raise ConsistencyError(message, metrics=metrics)
         if self.on_drift == "warn":
@@ -370,28 +353,5 @@ class ConsistencyHook:
             raise ValueError("on_rollout must be called before the other methods of a step.")
         return self._rollout
 
-    @staticmethod
-    def _due(every: int, step: int) -> bool:
-        return every > 0 and (step - 1) % every == 0
-
-
-def hook_of(
-    config: RunConfig,
-    model: Any,
-    tokenizer: Any,
-    expected: Fingerprint,
-    replay_dir: Path | None,
-    warn: Callable[[str], None],
-) -> ConsistencyHook:
-    """The hook that a recipe asks for; `expected` is the rollout's fingerprint."""
-    return ConsistencyHook(
-        model,
-        **config.consistency.of_the_hook(),
-        metrics_of=config.tracking.metrics_of,
-        micro_batch_size=config.training.micro_batch_size,
-        replay_dir=replay_dir,
-        config=config.model_dump(mode="json"),
-        decode=tokenizer.decode,
-        expected_fingerprint=expected,
-        warn=warn,
-    )
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self._current.step - 1) % every == 0

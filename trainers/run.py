@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from rl_consistency.distributed.world import World, require_same_facts
@@ -24,7 +24,7 @@ from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
-from rl_consistency.trainers.hooks import hook_of
+from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
     check_machine,
@@ -73,9 +73,13 @@ from rl_consistency.trainers.run_directory.step_files import (
     write_summary,
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
-from rl_consistency.trainers.tracking.tracked_steps import take_steps
-from rl_consistency.trainers.tracking.trackers import RunOutput, TrackerSet, trackers_of
-from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
+from rl_consistency.trainers.tracking import (
+    RunOutput,
+    TrackerSet,
+    check_wandb,
+    take_steps,
+    trackers_of,
+)
 from rl_consistency.trainers.warm_start import warm_start
 
 Announce = Callable[[str], None]
@@ -360,7 +364,7 @@ class _Run:
 
     def _assemble(self) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""
-        config = self.config
+        config, tokenizer = self.config, cast(Any, self.tokenizer)
         self.progress.starts("building the optimizer and the rollout engine")
         self.optimizer = PolicyOptimizer(
             self.ranks, config.optimizer, total_steps=config.optimizer_steps
@@ -368,9 +372,16 @@ class _Run:
         if self.critic is not None:
             self.critic.assemble(self.model, self.world)
         engine = engine_of(config, self.model, self.tokenizer)
-        replays = self.directory / REPLAY if self.first else None
-        self.hook = hook_of(
-            config, self.model, self.tokenizer, engine.fingerprint, replays, self.announce
+        self.hook = ConsistencyHook(
+            self.model,
+            **config.consistency.of_the_hook(),
+            metrics_of=config.tracking.metrics_of,
+            micro_batch_size=config.training.micro_batch_size,
+            replay_dir=self.directory / REPLAY if self.first else None,
+            config=config.model_dump(mode="json"),
+            decode=tokenizer.decode,
+            expected_fingerprint=engine.fingerprint,
+            warn=self.announce,
         )
         trainer = partial(PPOTrainer, critic=self.critic) if self.critic else GRPOTrainer
         self.trainer = trainer(

@@ -29,13 +29,14 @@ from torch import Tensor
 from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.reduction.sums import tree_sum
-from rl_consistency.kernels.sampling.draw_triton import vocabulary_draw, vocabulary_logprobs
-from rl_consistency.kernels.sampling.statistics_triton import (
+from rl_consistency.kernels.sampling.support_triton import vocabulary_support
+from rl_consistency.kernels.sampling.vocabulary_triton import (
     vocabulary_combine,
+    vocabulary_draw,
+    vocabulary_logprobs,
     vocabulary_row_statistics,
     vocabulary_shifted,
 )
-from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 
 _WEIGHT_UNIT = 2.0**52
 MASS_UNIT = 2.0**40
@@ -235,7 +236,7 @@ class ReducedDistribution(Distribution):
     logits: Tensor  # [T, V] fp32 with unit column stride, unscaled
     divisor: Tensor  # [T] fp32 temperatures, 1 where greedy
     unit_temperature: bool  # whether every divisor is known to be 1
-    support: Tensor | None  # [2, T] int32 for `statistics_triton`; None: every id is in it
+    support: Tensor | None  # [2, T] int32 for `vocabulary_triton`; None: every id is in it
     top: Tensor  # [T] fp32, the row's largest logit / temperature
     row_entropy: Tensor  # [T] fp32
 

@@ -10,7 +10,7 @@ Cost: one read of the logits of a row that truncates, one more where it has top_
 
 A support is a prefix of the ranks: the key of its lowest logit and the last id with this key
 describe it. Both are found by counting and weighing: a logit ranks by its integer key
-(`statistics_triton.order_key`), equal keys by lower id first. `search` finds the largest key that
+(`vocabulary_triton.order_key`), equal keys by lower id first. `search` finds the largest key that
 has a given weight at and above it; an entry weighs 1 for top-k and its mass for top-p. Each pass
 cuts the interval of keys into nine, and reads only the blocks of 128 ids whose maximum reaches it.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
-from rl_consistency.kernels.sampling.statistics_triton import (
+from rl_consistency.kernels.sampling.vocabulary_triton import (
     BLOCK,
     VOCABULARY_BLOCK,
     launch_options,
@@ -358,7 +358,7 @@ def vocabulary_support(
     min_p: Tensor,
     unit_temperature: bool,
 ) -> Tensor:
-    """Supports of logits [T, V] fp32 with unit column stride, [2, T] int32, as `statistics_triton`
+    """Supports of logits [T, V] fp32 with unit column stride, [2, T] int32, as `vocabulary_triton`
     reads them. The parameters are the fields of `SamplingRows`, contiguous."""
     num_rows, vocabulary = logits.shape
     device = logits.device

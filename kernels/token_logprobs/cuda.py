@@ -20,7 +20,7 @@ from rl_consistency.kernels.core.device import dense_rows
 from rl_consistency.kernels.core.launch import cdiv
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
-from rl_consistency.kernels.sampling.statistics_triton import (
+from rl_consistency.kernels.sampling.vocabulary_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
 )

@@ -30,7 +30,7 @@ from rl_consistency.kernels.reduction.tree_fold_triton import (
     matrix_step,
     no_steps,
 )
-from rl_consistency.kernels.sampling.statistics_triton import (
+from rl_consistency.kernels.sampling.vocabulary_triton import (
     VOCABULARY_BLOCK,
     block_statistics,
     empty_partials,

@@ -32,7 +32,7 @@ from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fw
 from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
-from rl_consistency.kernels.sampling.statistics_triton import vocabulary_combine
+from rl_consistency.kernels.sampling.vocabulary_triton import vocabulary_combine
 from rl_consistency.kernels.token_logprobs import head_triton
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
 from rl_consistency.kernels.token_logprobs.lm_head import IGNORED

@@ -51,27 +51,7 @@ def report_mutants(
 
     `controls` are the same checks of the program as it is.
     """
-    console.print(mutants_table(found))
-    red = [r for r in controls if not r.passed]
-    for r in red:
-        console.print(f"[red]red without a mutant[/] {r.key}: {escape(r.detail)}", highlight=False)
-    caught = sum(m.killed for m in found)
-    checks = len({r.key for r in controls})
-    text = f"{caught} of {len(found)} mutants caught, {checks} checks green without: "
-    text += f"{'no' if red else 'yes'}, {seconds:.0f} s"
-    console.print(text, highlight=False)
-    rows = [
-        {"name": m.mutant.name, "what": m.mutant.what, "killed": m.killed}
-        | {"survived_checks": list(m.survivors), "results": [asdict(r) for r in m.results]}
-        for m in found
-    ]
-    passed = not red and caught == len(found)
-    return passed, {"mutants": rows, "controls": [asdict(r) for r in controls]}
-
-
-def mutants_table(found: Sequence[MutantResult]) -> Table:
-    """Each wrong program and the checks that noticed."""
-    table = Table(title="Negative controls: every check named must turn red")
+    table, rows = Table(title="Negative controls: every check named must turn red"), []
     for name in ("mutant", "what is wrong", "caught by", "result"):
         table.add_column(name, overflow="fold")
     for m in found:
@@ -81,4 +61,17 @@ def mutants_table(found: Sequence[MutantResult]) -> Table:
         )
         verdict = "[green]caught[/]" if m.killed else "[red]SURVIVED[/]"
         table.add_row(m.mutant.name, m.mutant.what, checks, verdict)
-    return table
+        row = {"name": m.mutant.name, "what": m.mutant.what, "killed": m.killed}
+        results = [asdict(r) for r in m.results]
+        rows.append({**row, "survived_checks": list(m.survivors), "results": results})
+    console.print(table)
+    red = [r for r in controls if not r.passed]
+    for r in red:
+        console.print(f"[red]red without a mutant[/] {r.key}: {escape(r.detail)}", highlight=False)
+    caught = sum(m.killed for m in found)
+    checks = len({r.key for r in controls})
+    text = f"{caught} of {len(found)} mutants caught, {checks} checks green without: "
+    text += f"{'no' if red else 'yes'}, {seconds:.0f} s"
+    console.print(text, highlight=False)
+    passed = not red and caught == len(found)
+    return passed, {"mutants": rows, "controls": [asdict(r) for r in controls]}

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
 
 NAME = "rl_consistency"
 """Name of the page in wandb."""
-MISSING = (
-    "this needs wandb and wandb-workspaces, which are not installed: "
-    "pip install 'rl-consistency[wandb]'"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,25 +49,26 @@ def workspace(entity: str, project: str, shown: Sequence[Section], of_trl: bool)
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise ValueError(MISSING) from error
+        raise ValueError(
+            "this needs wandb and wandb-workspaces, which are not installed: "
+            "pip install 'rl-consistency[wandb]'"
+        ) from error
 
     def drawn(panel: Panel, names: list[str]) -> Any:
         if panel.kind == "histogram":
             return reports.MediaBrowser(title=panel.title, media_keys=names)
         if panel.kind == "table":
             return reports.WeavePanelSummaryTable(table_name=names[0])
-        plot: dict[str, Any] = {"title": panel.title, "y": names, "title_y": panel.unit or None}
+        looks: dict[str, Any] = {"title_y": panel.unit or None}
         if panel.kind == "difference":
-            plot["log_y"] = True
+            looks["log_y"] = True
         if panel.kind == "stacked":
-            plot["plot_type"] = "stacked-area"
-        return reports.LinePlot(**plot)
+            looks["plot_type"] = "stacked-area"
+        return reports.LinePlot(title=panel.title, y=[*names], **looks)
 
     made = []
     for section in shown:
-        found = [
-            (panel, list(panel.trl_keys if of_trl else panel.keys)) for panel in section.panels
-        ]
+        found = ((panel, [*(panel.trl_keys if of_trl else panel.keys)]) for panel in section.panels)
         panels = [drawn(panel, names) for panel, names in found if names]
         made.append(workspaces.Section(name=section.title, panels=panels, is_open=True))
     return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=made)

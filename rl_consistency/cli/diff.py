@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ class Quantity:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     text = "directory that `rl-consistency train` wrote"
-    for name in ("run_a", "run_b"):
-        parser.add_argument(name, type=Path, help=text)
+    parser.add_argument("run_a", type=Path, help=text)
+    parser.add_argument("run_b", type=Path, help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
 
 
@@ -84,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
         _print_settings(what, differing)
     undigested = [step for step in common if step not in a.digests or step not in b.digests]
     if undigested:
-        print(_undigested(a, b, undigested))
+        without = [str(r.directory) for r in (a, b) if not r.digests.keys() >= set(undigested)]
+        print(
+            f"{' and '.join(without)}: {DIGESTS} has no row of {len(undigested)} steps, the first "
+            f"of them {undigested[0]}. There gradients and weights are compared as a whole, tokens "
+            "and logprobs not."
+        )
     print(*_verdict(a, b, common, parted), sep="\n")
     if args.json is not None:
         record = {
@@ -105,32 +110,32 @@ def load_run(directory: Path) -> Run:
 
     FileNotFoundError on a missing file, ValueError, naming the file, on a damaged one.
     """
-    metrics = {row["step"]: row for row in load_rows(directory)}
-    file = run_file(directory, CONFIG)
+    rows, file = load_rows(directory), run_file(directory, CONFIG)
     if not isinstance(recipe := read(file), dict):
         raise ValueError(f"{file} is no recipe: it must be a mapping of sections.")
     checkpoints = list_checkpoints(directory / CHECKPOINTS)
     entries = unseal(checkpoints[-1] / STATE).get("fingerprint") if checkpoints else None
-    digests = directory / DIGESTS
-    rows = read_digests(digests) if digests.exists() else []
-    return Run(directory, dict(flat(recipe)), entries, metrics, {row["step"]: row for row in rows})
+    digests = read_digests(file) if (file := directory / DIGESTS).exists() else []
+    by_step = ({row["step"]: row for row in each} for each in (rows, digests))
+    return Run(directory, dict(flat(recipe)), entries, *by_step)
 
 
 def compare(a: Run, b: Run, step: int) -> list[Quantity]:
     """What both runs kept of a step, in causal order."""
     digested = step in a.digests and step in b.digests
     several = max(a.updates, b.updates) > 1
-    x, y = (
+    ours, theirs = (
         _made(run.metrics[step], run.digests[step] if digested else None, several=several)
         for run in (a, b)
     )
-    return [_compared(name, x[name], y[name]) for name in x if x[name] and y[name]]
-
-
-def _compared(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Quantity:
-    parts = list({**a, **b})
-    # By text, which tells 0.0 from -0.0 and takes NaN for equal.
-    return Quantity(name, len(parts), [p for p in parts if repr(a.get(p)) != repr(b.get(p))])
+    found = []
+    for name, x in ours.items():
+        if x and (y := theirs[name]):
+            parts = list({**x, **y})
+            # By text, which tells 0.0 from -0.0 and takes NaN for equal.
+            differing = [part for part in parts if repr(x.get(part)) != repr(y.get(part))]
+            found.append(Quantity(name, len(parts), differing))
+    return found
 
 
 def _made(
@@ -145,26 +150,28 @@ def _made(
     def measured(*prefixes: str) -> dict[str, Any]:
         return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
+    whole = {"gradients": "consistency/gradient_digest", "weights": "rollout/weights_digest"}
     if digests is None:
-        whole = {"gradients": "consistency/gradient_digest", "weights": "rollout/weights_digest"}
-        found = {k: metrics.get(name) for k, name in whole.items()}
-        digests = {k: digest for k, digest in found.items() if digest is not None}
-    kept = {k: {"": v} if isinstance(v, str) else v for k, v in digests.items()}
-    loss = {"loss": measured("loss", "policy/")}
-    gradients = {"gradients": kept.get("gradients", {})}
-    critic = metrics.get("consistency/critic_digest")
+        digests = {k: metrics[name] for k, name in whole.items() if name in metrics}
+    digests = {**digests, "critic": metrics.get("consistency/critic_digest", {})}
+
+    def kept(name: str) -> Mapping[str, Any]:
+        found = digests.get(name, {})
+        return {"": found} if isinstance(found, str) else found
+
+    loss, gradients = {"loss": measured("loss", "policy/")}, {"gradients": kept("gradients")}
     return {
-        "initial weights": kept.get("initial_weights", {}),
-        "tokens of the rollout": kept.get("tokens", {}),
-        "logprobs of the rollout": kept.get("logprobs", {}),
+        "initial weights": kept("initial_weights"),
+        "tokens of the rollout": kept("tokens"),
+        "logprobs of the rollout": kept("logprobs"),
         "rewards": measured("reward/"),
-        "values of the critic": kept.get("values", {}),
-        "logprobs in training": kept.get("training_logprobs", {}),
+        "values of the critic": kept("values"),
+        "logprobs in training": kept("training_logprobs"),
         **(gradients | loss if several else loss | gradients),
         "norm of the gradients": measured("gradient_norm"),
         "learning rate": measured("learning_rate"),
-        "weights": kept.get("weights", {}),
-        "weights of the critic": {} if critic is None else {"": critic},
+        "weights": kept("weights"),
+        "weights of the critic": kept("critic"),
     }
 
 
@@ -174,16 +181,16 @@ Differing = dict[str, list[str | None]]
 
 def _settings(a: Run, b: Run) -> dict[str, Differing | None]:
     """Keys of the recipe and entries of the fingerprint that differ; None where one is unknown."""
-    recipe = _differing(a.recipe, b.recipe, besides=OWN)
-    if a.fingerprint is None or b.fingerprint is None:
-        return {"recipe": recipe, "fingerprint": None}
-    keys = (*a.recipe, *b.recipe)
-    return {"recipe": recipe, "fingerprint": _differing(a.fingerprint, b.fingerprint, besides=keys)}
 
+    def differing(x: Mapping[str, str] | None, y: Mapping[str, str] | None, *besides: str):
+        if x is None or y is None:
+            return None
+        pairs = {name: [x.get(name), y.get(name)] for name in {**x, **y} if name not in besides}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str], *, besides: Sequence[str]) -> Differing:
-    names = [name for name in {**a, **b} if name not in besides and a.get(name) != b.get(name)]
-    return {name: [a.get(name), b.get(name)] for name in names}
+    recipe = differing(a.recipe, b.recipe, *OWN)
+    entries = differing(a.fingerprint, b.fingerprint, *a.recipe, *b.recipe)
+    return {"recipe": recipe, "fingerprint": entries}
 
 
 def _print_settings(what: str, differing: Differing | None) -> None:
@@ -195,14 +202,6 @@ def _print_settings(what: str, differing: Differing | None) -> None:
         print(f"{what}  {name}: {x} != {y}")
     if len(differing) > MOST_LINES:
         print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")
-
-
-def _undigested(a: Run, b: Run, steps: list[int]) -> str:
-    without = [str(run.directory) for run in (a, b) if not run.digests.keys() >= set(steps)]
-    return (
-        f"{' and '.join(without)}: {DIGESTS} has no row of {len(steps)} steps, the first of them "
-        f"{steps[0]}. There gradients and weights are compared as a whole, tokens and logprobs not."
-    )
 
 
 def _verdict(

@@ -7,21 +7,41 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
 
 from rl_consistency.cli.verify import DTYPES, chosen_device
+from rl_consistency.models.patch import patch
 from rl_consistency.numerics.files import require_writable, write_output
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from rl_consistency.parity.localize import AblationRow, Localization, OpDrift
-    from rl_consistency.parity.replay import ReplayBundle
-    from rl_consistency.parity.sides import Work
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.localize import (
+    AblationRow,
+    Localization,
+    check_bundle,
+    check_sides,
+    localize,
+    localize_bundle,
+)
+from rl_consistency.parity.replay import FILES, ReplayBundle, load_replay_bundle
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.tokenizer import load_tokenizer
+from rl_consistency.trainers.launch import refuse_many_processes, threads
+from rl_consistency.trainers.policy import eos_token_ids, load_policy, read_config, read_model
+from rl_consistency.trainers.run_directory.checkpoint import (
+    WEIGHTS,
+    list_checkpoints,
+    load_weights,
+)
+from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Localize; 1 where two sides differ that promise equal bytes, else 0."""
-    from rl_consistency.parity.localize import check_sides
-    from rl_consistency.trainers.launch import refuse_many_processes
-
     refuse_many_processes()
     if args.between is None:
         args.between = ["rollout" if args.other is None else "training", "training"]
@@ -83,16 +100,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_bundle(args: argparse.Namespace, options: dict[str, Any]) -> Localization:
-    from rl_consistency.models.patch import patch
-    from rl_consistency.parity.localize import localize_bundle
-    from rl_consistency.parity.replay import load_replay_bundle
-    from rl_consistency.trainers.launch import threads
-
     bundle = load_replay_bundle(args.bundle)
     given = bundle.fingerprint.get("num_threads", "")
     with threads(int(given) if given.isdecimal() else None):
         if args.model is not None:
-            model = _read(args.model, args.dtype, chosen_device(args.device or "cpu"))
+            model = _read(args.model, args)
         else:
             model = _policy(args.bundle, bundle, args.device)
         with patch(model), _other(args) as other:
@@ -108,20 +120,6 @@ def _of_bundle(args: argparse.Namespace, options: dict[str, Any]) -> Localizatio
 def _policy(path: Path, bundle: ReplayBundle, device: str | None) -> nn.Module:
     """The model of a bundle's run with the bundle's weights: those the recipe makes, or those of a
     checkpoint. ValueError where none has them."""
-    from pydantic import ValidationError
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from rl_consistency.parity.digest import parameter_digest
-    from rl_consistency.trainers.config.recipe import RunConfig
-    from rl_consistency.trainers.policy import load_policy
-    from rl_consistency.trainers.run_directory.checkpoint import (
-        WEIGHTS,
-        list_checkpoints,
-        load_weights,
-    )
-    from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
-
     config = {key: value for key, value in bundle.config.items() if key != "step"}
     try:
         recipe = RunConfig.model_validate(config)
@@ -133,10 +131,10 @@ def _policy(path: Path, bundle: ReplayBundle, device: str | None) -> nn.Module:
         return model
     checkpoints = list_checkpoints(path.resolve().parents[1] / CHECKPOINTS)
     for checkpoint in reversed(checkpoints):
+        file = checkpoint / WEIGHTS
         try:
-            weights = load_file(checkpoint / WEIGHTS)
+            weights = load_file(file)
         except (SafetensorError, FileNotFoundError) as error:
-            file = checkpoint / WEIGHTS
             raise ValueError(f"{file} is damaged ({error}). Give --model DIR.") from error
         if parameter_digest(weights) == bundle.parameter_digest:
             load_weights(model, weights)
@@ -148,70 +146,38 @@ def _policy(path: Path, bundle: ReplayBundle, device: str | None) -> nn.Module:
 
 
 def _of_prompt(args: argparse.Namespace, options: dict[str, Any]) -> Localization:
-    from rl_consistency.models.patch import patch
-    from rl_consistency.parity.localize import localize
-
-    model = _read(args.model, args.dtype, chosen_device(args.device or "cpu"))
+    """Of the prompt and what the engine draws after it."""
+    model: Any = _read(args.model, args)
+    tokenizer: Any = load_tokenizer(args.model)
+    if not (prompt := tokenizer.encode(args.prompt)):
+        raise ValueError("--prompt has no token.")
+    sampling = SamplingParams(max_tokens=32 if args.max_tokens is None else args.max_tokens)
     with patch(model), _other(args) as other:
-        work = _completed(model, args)
-        return localize(
-            model,
-            work.sequences,
-            prompt_lengths=work.prompt_lengths,
-            sampling=work.sampling,
-            other=other,
-            **options,
-        )
+        engine = RolloutEngine(model, eos_token_id=eos_token_ids(model, tokenizer))
+        (completion,) = engine.generate([prompt], sampling)
+        options = {"prompt_lengths": [len(prompt)], "sampling": sampling, **options}
+        return localize(model, [[*prompt, *completion.token_ids]], other=other, **options)
 
 
 @contextmanager
 def _other(args: argparse.Namespace) -> Iterator[nn.Module | None]:
     """The patched model of --other, if it is given."""
-    from rl_consistency.models.patch import patch
-    from rl_consistency.parity.localize import check_bundle
-    from rl_consistency.parity.replay import FILES, load_replay_bundle
-
     if args.other is None:
         yield None
         return
-    if not (args.other / FILES[0]).exists():
-        model = _read(args.other, args.dtype, chosen_device(args.device or "cpu"))
-        with patch(model):
-            yield model
-        return
-    bundle = load_replay_bundle(args.other)
-    model = _policy(args.other, bundle, args.device)
+    bundle = load_replay_bundle(args.other) if (args.other / FILES[0]).exists() else None
+    model = _policy(args.other, bundle, args.device) if bundle else _read(args.other, args)
     with patch(model):
-        check_bundle(model, bundle)
+        if bundle is not None:
+            check_bundle(model, bundle)
         yield model
 
 
-def _completed(model: Any, args: argparse.Namespace) -> Work:
-    """The prompt and what the engine draws after it."""
-    from rl_consistency.parity.sides import Work
-    from rl_consistency.rollout.engine import RolloutEngine
-    from rl_consistency.rollout.sampling_params import SamplingParams
-    from rl_consistency.trainers.data.tokenizer import load_tokenizer
-    from rl_consistency.trainers.policy import eos_token_ids
-
-    tokenizer: Any = load_tokenizer(args.model)
-    prompt = tokenizer.encode(args.prompt)
-    if not prompt:
-        raise ValueError("--prompt has no token.")
-    sampling = SamplingParams(max_tokens=32 if args.max_tokens is None else args.max_tokens)
-    engine = RolloutEngine(model, eos_token_id=eos_token_ids(model, tokenizer))
-    (completion,) = engine.generate([prompt], sampling)
-    sequence = [*prompt, *completion.token_ids]
-    return Work(sequences=[sequence], prompt_lengths=[len(prompt)], sampling=sampling)
-
-
-def _read(directory: Path, dtype: str | None, device: torch.device) -> nn.Module:
-    import torch
-
-    from rl_consistency.trainers.policy import read_config, read_model
-
+def _read(directory: Path, args: argparse.Namespace) -> nn.Module:
+    """The model of a directory, in the dtype and on the device that are asked for."""
+    device = chosen_device(args.device or "cpu")
     own = getattr(read_config(directory), "dtype", None) or torch.float32
-    model: Any = read_model(directory, getattr(torch, dtype) if dtype else own)
+    model: Any = read_model(directory, getattr(torch, args.dtype) if args.dtype else own)
     return model.to(device)
 
 
@@ -223,8 +189,8 @@ def _print(found: Localization) -> None:
     drift = found.logprobs
     if found.first is None:
         passes = " and ".join(dict.fromkeys(op.pass_ for op in found.ops))
-        what = f"{a} and {b} are equal, byte for byte: {drift.tokens} tokens, {len(found.ops)} "
-        print(f"{what}tensors, {passes}")
+        size = f"{drift.tokens} tokens, {len(found.ops)} tensors, {passes}"
+        print(f"{a} and {b} are equal, byte for byte: {size}")
     else:
         print(f"{a} and {b} differ first in: {found.first}")
         print(
@@ -236,22 +202,16 @@ def _print(found: Localization) -> None:
         console.print(_ablation_table(mode, [row for row in found.ablation if row.mode == mode]))
 
 
-def growth(ops: Sequence[OpDrift]) -> Iterator[OpDrift]:
-    """The first op that differs, and the last one of each layer and pass."""
-    first = next((op for op in ops if op.differing), None)
-    for op, after in zip(ops, [*ops[1:], None], strict=True):
-        ends = after is None or (op.pass_, op.layer) != (after.pass_, after.layer)
-        if op is first or ends:
-            yield op
-
-
 def _growth_table(found: Localization) -> Table:
+    """The first op that differs, and the last one of each layer and pass."""
     table = Table(title="How the difference grows (all ops: --json)")
-    for name in ("pass", "layer", "op", "tensor"):
-        table.add_column(name)
-    for name in ("differing", "largest", "RMS", "relative RMS"):
-        table.add_column(name, justify="right")
-    for op in growth(found.ops):
+    names = ("pass", "layer", "op", "tensor", "differing", "largest", "RMS", "relative RMS")
+    for name in names:
+        table.add_column(name, justify="left" if name in names[:4] else "right")
+    for op, after in zip(found.ops, [*found.ops[1:], None], strict=True):
+        ends = after is None or (op.pass_, op.layer) != (after.pass_, after.layer)
+        if op is not found.first and not ends:
+            continue
         layer = "" if op.layer is None else str(op.layer)
         share = f"{op.differing / op.elements:.1%}" if op.elements else "-"
         sizes = (f"{size:.2g}" for size in (op.max_abs, op.rms, op.relative_rms))
@@ -263,9 +223,8 @@ def _growth_table(found: Localization) -> Table:
 def _ablation_table(mode: str, rows: Sequence[AblationRow]) -> Table:
     rest = "canonical" if mode == "stock" else "stock"
     table = Table(title=f"One op {mode}, the rest {rest}: drift of logprobs")
-    table.add_column(f"{mode} op")
-    for name in ("tokens that differ", "largest", "RMS", "argmax flips"):
-        table.add_column(name, justify="right")
+    for name in (f"{mode} op", "tokens that differ", "largest", "RMS", "argmax flips"):
+        table.add_column(name, justify="left" if name.endswith(" op") else "right")
     for row in rows:
         tokens = f"{row.mismatched_tokens} of {row.tokens}"
         sizes = (f"{size:.2g}" for size in (row.max_abs, row.rms))

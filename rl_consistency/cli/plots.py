@@ -81,11 +81,11 @@ def section_figure(section: Section, rows: Rows) -> Figure:
         for axes, panel in zip(grid.flat, section.panels, strict=True):
             axes.set_title(panel.title)
             axes.set_ylabel(panel.unit)
-            _step_axis(axes, rows)
+            axes.set_xlabel("step" if axes.get_subplotspec().is_last_row() else "")
+            axes.set_xlim(rows[0]["step"] - 0.7, rows[-1]["step"] + 0.7)
+            axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
             DRAW[panel.kind](axes, panel, rows)
             _legend(axes)
-            if not axes.get_subplotspec().is_last_row():
-                axes.set_xlabel("")
     return figure
 
 
@@ -145,64 +145,55 @@ def _difference_label(value: float, _: object = None) -> str:
 
 def growth_figure(rows: Rows) -> Figure:
     """How the difference of two sides grows from op to op; rows are those of `localize --json`."""
+    sizes = [float(row["relative_rms"]) for row in rows]
+    drawn = [{"step": i, row["pass"]: sizes[i]} for i, row in enumerate(rows)]
     with rc_context(STYLE):
         figure = _empty_figure(3.4)
-        _growth_panel(figure.subplots(), rows)
+        axes = figure.subplots()
+        _difference_axis(axes, sizes)
+        _line(axes, drawn, "forward", "forward", OURS, marker=".")
+        _line(axes, drawn, "backward", "backward", STOCK, marker=".")
+        axes.set_title("Difference by op")
+        axes.set_ylabel("RMS, relative to the values'")
+        axes.set_xlabel("op, in order of execution")
+        _legend(axes)
     return figure
 
 
-def _growth_panel(axes: Axes, rows: Rows) -> None:
-    sizes = [float(row["relative_rms"]) for row in rows]
-    _difference_axis(axes, sizes)
-    drawn = [{"step": i, row["pass"]: sizes[i]} for i, row in enumerate(rows)]
-    _line(axes, drawn, "forward", "forward", OURS, marker=".")
-    _line(axes, drawn, "backward", "backward", STOCK, marker=".")
-    axes.set_title("Difference by op")
-    axes.set_ylabel("RMS, relative to the values'")
-    axes.set_xlabel("op, in order of execution")
-    _legend(axes)
-
-
 def _lines_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    axes.yaxis.set_major_locator(MaxNLocator(4))
     for curve in panel.curves:
         _line(axes, rows, curve.key, curve.label, **LOOKS[curve.look])
-    axes.yaxis.set_major_locator(MaxNLocator(4))
 
 
 def _difference_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
-    values = [value for curve in panel.curves for value in series(rows, curve.key)[1]]
-    _difference_axis(axes, values)
-    for curve in panel.curves:
-        _line(axes, rows, curve.key, curve.label, **LOOKS[curve.look])
+    _lines_panel(axes, panel, rows)
+    _difference_axis(axes, _values(rows, panel))
 
 
 def _share_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     _lines_panel(axes, panel, rows)
-    drifted = "consistency/mismatched_tokens"
     for curve in panel.curves:
-        if curve.look == "ours" and (bad := [row for row in rows if row.get(drifted)]):
+        bad = [row for row in rows if row.get("consistency/mismatched_tokens")]
+        if curve.look == "ours" and bad:
             steps, shares = series(bad, curve.key)
             drawn = [_drawn(value, math.nan) for value in shares]
             axes.plot(steps, drawn, "X", color=BAD, label=f"{curve.label} drifted")
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    top = _largest(rows, *(curve.key for curve in panel.curves))
+    top = max(filter(math.isfinite, _values(rows, panel)), default=0.0)
     axes.set_ylim(-0.04 * max(top, 0.1), max(1.25 * top, 0.1))
 
 
 def _checks_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
-    elements, passes = (series(rows, curve.key) for curve in panel.curves)
-    steps, counts = elements
-    verdicts = dict(zip(*passes))
-    passed = [(s, c) for s, c in zip(steps, counts) if verdicts.get(s, c == 0) and c == 0]
-    failed = [(s, c) for s, c in zip(steps, counts) if (s, c) not in passed]
-    failed = [(s, _drawn(c, 0.0)) for s, c in failed]
-    for points, color, marker, label in (
-        (passed, OURS, "o", f"passed ({len(passed)})"),
-        (failed, BAD, "X", f"failed ({len(failed)})"),
-    ):
+    counts, verdicts = (dict(zip(*series(rows, curve.key))) for curve in panel.curves)
+    passed = {s: count for s, count in counts.items() if count == 0 and verdicts.get(s, True)}
+    failed = {s: _drawn(count, 0.0) for s, count in counts.items() if s not in passed}
+    looks = {"passed": (passed, "o", OURS), "failed": (failed, "X", BAD)}
+    for verdict, (points, marker, color) in looks.items():
         if points:
-            axes.plot(*zip(*points), linestyle="", marker=marker, color=color, label=label)
-    top = max((count for _, count in failed), default=0.0)
+            label = f"{verdict} ({len(points)})"
+            axes.plot(*zip(*points.items()), marker, color=color, label=label)
+    top = max(failed.values(), default=0.0)
     axes.set_ylim(-0.12 * max(top, 1), 1.3 * max(top, 1))
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
 
@@ -226,19 +217,17 @@ def _histogram_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_ylim(-0.7, len(names) - 0.3)
     found = [
-        (row["step"], place, max(_drawn(float(row[key]), 1.0), 0.0))
-        for row in rows
+        (step, place, max(_drawn(count, 1.0), 0.0))
         for place, name in enumerate(names)
-        if (key := f"consistency/{histogram.name}/count/{name}") in row
+        for step, count in zip(*series(rows, f"consistency/{histogram.name}/count/{name}"))
     ]
     if not found:
         return
     steps, places, counts = zip(*found)
-    most = math.log1p(max(max(counts), 1.0))
-    colors = [
-        to_rgba(BAD if place == len(names) - 1 else OURS, 0.25 + 0.75 * math.log1p(count) / most)
-        for place, count in zip(places, counts)
-    ]
+    most = math.log1p(max(*counts, 1.0))
+    shades = [0.25 + 0.75 * math.log1p(count) / most for count in counts]
+    bases = [BAD if place == len(names) - 1 else OURS for place in places]
+    colors = [*map(to_rgba, bases, shades)]
     # About as wide as a step.
     size = min(max(480 / len(rows), 2.0), 11.0) ** 2
     axes.scatter(steps, places, s=size, c=colors, marker="s", linewidths=0)
@@ -257,10 +246,8 @@ DRAW: dict[str, Callable[[Axes, Panel, Rows], None]] = {
 """Kind of panel -> what draws it; a table is no figure."""
 
 
-def _largest(rows: Rows, *keys: str) -> float:
-    """The largest finite value of these metrics, at least 0."""
-    values = (value for key in keys for value in series(rows, key)[1])
-    return max(filter(math.isfinite, values), default=0.0)
+def _values(rows: Rows, panel: Panel) -> list[float]:
+    return [value for curve in panel.curves for value in series(rows, curve.key)[1]]
 
 
 def _drawn(value: float, otherwise: float) -> float:
@@ -282,20 +269,11 @@ def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, **style: Any
         axes.plot(bad, [0.96] * len(bad), **crosses, **height)
 
 
-def _step_axis(axes: Axes, rows: Rows) -> None:
-    axes.set_xlabel("step")
-    axes.set_xlim(rows[0]["step"] - 0.7, rows[-1]["step"] + 0.7)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
-
-
 def _legend(axes: Axes) -> None:
     """The legend on the title's line, where no data can be under it."""
-    _, labels = axes.get_legend_handles_labels()
     if not (axes.lines or axes.collections or axes.containers):
         middle = {"transform": axes.transAxes, "ha": "center"}
         axes.text(0.5, 0.5, "not measured in this run", color=MUTED, **middle)
-        return
-    if not labels:
-        return
-    options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)
+    elif labels := axes.get_legend_handles_labels()[1]:
+        options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)

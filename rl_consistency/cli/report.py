@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,32 +141,35 @@ def _worst_tokens(run_dir: Path) -> str:
     heads = ["token id", "sequence", "position", "rollout", "training", "training − rollout"]
     # Nine digits tell two fp32 values apart.
     lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
-    texts, fault = _texts(bundles[0])
-    if texts:
-        heads.insert(1, "token")
-        for line in lines:
-            line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
-    head = "".join(f"<th class=number>{name}</th>" for name in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td class=number>{value}</td>' for value in line)}</tr>" for line in lines
-    )
-    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}.{fault}"
-    return f"<p>{where}</p><table><tr>{head}</tr>{body}</table>"
-
-
-def _texts(bundle: Path) -> tuple[dict[str, str], str]:
-    """Token id -> its text as Python writes it, where the run wrote it, and what is damaged."""
-    file = bundle / TEXTS
-    if not file.is_file():
-        return {}, ""
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}."
     try:
-        texts = parse_json_object(file.read_bytes())
-        for token, text in texts.items():
-            if not isinstance(text, str):
-                raise ValueError(f"the text of token {token} is {type(text).__name__}, not str")
+        if (file := bundles[0] / TEXTS).is_file() and (texts := _texts(file)):
+            heads.insert(1, "token")
+            for line in lines:
+                line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
     except (ValueError, OSError) as error:  # as above
-        return {}, html.escape(f" {TEXTS}: {error}.")
-    return {token: repr(text) for token, text in texts.items()}, ""
+        where += html.escape(f" {TEXTS}: {error}.")
+    return f"<p>{where}</p>{_table(heads, lines, numbers=0)}"
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[Any]], numbers: int) -> str:
+    """A table of cells that are HTML already; numbers stand in the columns from `numbers` on."""
+
+    def row(tag: str, cells: Sequence[Any]) -> str:
+        opened = [f"<{tag}{' class=number' if i >= numbers else ''}>" for i in range(len(cells))]
+        return f"<tr>{''.join(f'{o}{cell}</{tag}>' for o, cell in zip(opened, cells))}</tr>"
+
+    head = row("th", heads) if heads else ""
+    return f"<table>{head}{''.join(row('td', line) for line in lines)}</table>"
+
+
+def _texts(file: Path) -> dict[str, str]:
+    """Token id -> its text as Python writes it; ValueError for a damaged file."""
+    texts = parse_json_object(file.read_bytes())
+    for token, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the text of token {token} is {type(text).__name__}, not str")
+    return {token: repr(text) for token, text in texts.items()}
 
 
 def _svg(figure: Figure, title: str) -> str:
@@ -189,36 +192,22 @@ def _summary(path: Path) -> str:
         summary = parse_json_object(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}: resume the run to rewrite it") from error
-    flat = dict(_flattened(summary))
+    flat = {name: _shown(value) for name, value in _flattened(summary)}
     paths = ("consistency/", "stock/")
     figures = dict.fromkeys(name.split("/", 1)[1] for name in flat if name.startswith(paths))
-    tables = []
-    if figures:
-        head = "<th>figure</th><th class=number>rl_consistency</th><th class=number>stock</th>"
-        cells = {name: [flat.get(path + name, "") for path in paths] for name in figures}
-        tables.append(f"<table><tr>{head}</tr>{_table_rows(cells)}</table>")
-    if rest := {name: [value] for name, value in flat.items() if not name.startswith(paths)}:
-        tables.append(f"<table>{_table_rows(rest)}</table>")
-    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(tables)}</section>"
+    lines = [[html.escape(n), *(flat.get(path + n, "") for path in paths)] for n in figures]
+    rest = [[html.escape(n), value] for n, value in flat.items() if not n.startswith(paths)]
+    tables = [(["figure", "rl_consistency", "stock"], lines), ([], rest)]
+    shown = [_table(heads, cells, numbers=1) for heads, cells in tables if cells]
+    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(shown)}</section>"
 
 
-def _table_rows(cells: Mapping[str, Sequence[Any]]) -> str:
-    return "".join(
-        f"<tr><td>{html.escape(name)}</td>"
-        + "".join(f"<td class=number>{_shown(value)}</td>" for value in values)
-        + "</tr>"
-        for name, values in cells.items()
-    )
-
-
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _flattened(value, f"{prefix}{name}/")
+            yield from _flattened(value, f"{prefix}{name}/")
         else:
-            found.append((prefix + name, value))
-    return found
+            yield prefix + name, value
 
 
 def _shown(value: Any) -> str:
@@ -231,9 +220,7 @@ def _shown(value: Any) -> str:
         if not math.isfinite(value) or value in (0.0, 1.0):
             return repr(value)
         return f"{value:.6g}" if f"{value:.6g}" not in ("0", "1") else repr(value)
-    if isinstance(value, str):
-        return html.escape(value)
-    return html.escape(json.dumps(value))
+    return html.escape(value if isinstance(value, str) else json.dumps(value))
 
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "tokens", "finish_reason")
@@ -247,27 +234,23 @@ def samples_section(file: Path) -> str:
     if not rows:
         return ""
     shown = rows if len(rows) <= 2 * SAMPLE_STEPS else [*rows[:SAMPLE_STEPS], *rows[-SAMPLE_STEPS:]]
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in SAMPLE_COLUMNS)
-    body = "".join(line for row in shown for line in _sample_lines(row))
+    heads = [name.replace("_", " ") for name in SAMPLE_COLUMNS]
+    lines = []
+    for row in shown:
+        for sample in row["samples"]:
+            cells = {**sample, "step": row["step"], "reward": f"{sample['reward']:.6g}"}
+            texts = (html.escape(str(cells[name])) for name in SAMPLE_COLUMNS)
+            lines.append([f"<code>{text}</code>" for text in texts])
     return (
         "<section><h2>Samples</h2><p>Completions of the first and the last steps, the best and the "
-        f"worst of a group. All are in {file.name}.</p><table><tr>{head}</tr>{body}</table>"
-        "</section>"
+        f"worst of a group. All are in {file.name}.</p>{_table(heads, lines, numbers=99)}</section>"
     )
-
-
-def _sample_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    for sample in row["samples"]:
-        cells = {**sample, "step": row["step"], "reward": f"{sample['reward']:.6g}"}
-        texts = (html.escape(str(cells[name])) for name in SAMPLE_COLUMNS)
-        yield "<tr>" + "".join(f"<td><code>{text}</code></td>" for text in texts) + "</tr>"
 
 
 def _check_samples(row: dict[str, Any]) -> None:
     samples = row.get("samples")
     needed = {*SAMPLE_COLUMNS} - {"step"}
-    if not isinstance(samples, list) or not all(
-        isinstance(s, dict) and needed <= s.keys() and isinstance(s["reward"], int | float)
-        for s in samples
-    ):
+    for s in samples if isinstance(samples, list) else [None]:
+        if isinstance(s, dict) and needed <= s.keys() and isinstance(s["reward"], int | float):
+            continue
         raise TypeError('"samples" must be a list of completions with their rewards')

@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options: dict[str, Any] = {"action": "append", "default": [], "metavar": "a.b=VALUE"}
     parser.add_argument("--set", dest="overrides", help=text, **options)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    text = "remove the run the directory already holds"
-    mode.add_argument("--overwrite", action="store_true", help=text)
-    text = "check and build everything, take one small step, write nothing, and end"
-    mode.add_argument("--dry-run", action="store_true", help=text)
-    text = "print the whole recipe with overrides and defaults, as YAML, and end"
-    mode.add_argument("--print-config", action="store_true", help=text)
+    for option, text in (
+        ("--resume", "continue from the newest checkpoint"),
+        ("--overwrite", "remove the run the directory already holds"),
+        ("--dry-run", "check and build everything, take one small step, write nothing, and end"),
+        ("--print-config", "print the whole recipe with overrides and defaults, as YAML, and end"),
+    ):
+        mode.add_argument(option, action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if saved := list_checkpoints(directory / CHECKPOINTS):
             announce(f"The newest checkpoint is {saved[-1]}. To continue:")
-            announce(resume_command(args))
+            overrides = [part for override in args.overrides for part in ("--set", override)]
+            again = ["rl-consistency", "train", args.recipe, *overrides, "--resume"]
+            announce(shlex.join(again))
         raise
     finally:
         leave()
@@ -80,12 +82,6 @@ def run(args: argparse.Namespace) -> int:
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
-
-
-def resume_command(args: argparse.Namespace) -> str:
-    """What continues the run that these arguments began."""
-    overrides = [part for override in args.overrides for part in ("--set", override)]
-    return shlex.join(["rl-consistency", "train", args.recipe, *overrides, "--resume"])
 
 
 def find_recipe(name: str) -> Path:
@@ -104,10 +100,15 @@ def find_recipe(name: str) -> Path:
 def summary_table(summary: dict[str, Any]) -> Table:
     """What a newcomer should see at the end of a run."""
     title = f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
-    table = Table(title=title, caption=_processes(summary))
+    caption = None
+    if (processes := summary["processes"]) > 1:
+        depend = "depend" if summary["weights_depend_on_processes"] else "do not depend"
+        caption = f"{processes} processes, {summary['strategy']}"
+        caption += f"; the weights {depend} on the number of processes"
+    table = Table(title=title, caption=caption)
     table.add_column("", no_wrap=True)
-    table.add_column("rl_consistency", justify="right", style="green")
-    table.add_column("stock Hugging Face", justify="right", style="yellow")
+    for side, style in (("rl_consistency", "green"), ("stock Hugging Face", "yellow")):
+        table.add_column(side, justify="right", style=style)
     routed = (("tokens that met other experts", "rerouted_tokens", "{:,.0f}"),)
     rows = (
         ("tokens compared", "tokens", "{:,.0f}"),
@@ -120,36 +121,20 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("largest first-update ratio", "importance_ratio/max", "{:.9g}"),
     )
     for label, name, form in rows:
-        cells = [_cell(summary.get(f"{side}/{name}"), form) for side in ("consistency", "stock")]
-        table.add_row(label, *cells)
+        values = (summary.get(f"{side}/{name}") for side in ("consistency", "stock"))
+        table.add_row(label, *("-" if value is None else form.format(value) for value in values))
     if values := summary.get("consistency/value_check/values"):
         differing = summary["consistency/value_check/mismatched_values"]
         table.add_row("values of the critic that differ", f"{differing:,} of {values:,}", "-")
     checks = summary["consistency/gradient_check/checks"]
     good = summary["consistency/gradient_check/passed"]
     table.add_row("gradient checks passed", f"{good} of {checks}", "-", end_section=True)
-    table.add_row("reward, first to last steps", _span(summary, "reward"), "-")
-    if summary["eval/first"] is not None:
-        table.add_row("evaluation reward, start to end", _span(summary, "eval"), "-")
+    spans = {"reward": "reward, first to last steps", "eval": "evaluation reward, start to end"}
+    for name, label in spans.items():
+        first, last = (summary[f"{name}/{end}"] for end in ("first", "last"))
+        if first is not None:
+            table.add_row(label, f"{first:.3f} -> {last:.3f}", "-")
     return table
-
-
-def _processes(summary: dict[str, Any]) -> str | None:
-    """What shared the run, and what its weights depend on; None for one process."""
-    if (processes := summary["processes"]) == 1:
-        return None
-    how = f"{processes} processes, {summary['strategy']}"
-    if summary["weights_depend_on_processes"]:
-        return f"{how}; the weights depend on the number of processes"
-    return f"{how}; the weights do not depend on the number of processes"
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _span(summary: dict[str, Any], name: str) -> str:
-    return f"{summary[f'{name}/first']:.3f} -> {summary[f'{name}/last']:.3f}"
 
 
 @contextmanager

@@ -1,14 +1,18 @@
-"""`attach`: the patch inside an unmodified trainer of TRL or transformers."""
+"""`attach`: the patch inside an unmodified trainer of TRL or transformers, and what it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rl_consistency.integrations.generation import (
     EngineGeneration,
@@ -17,30 +21,93 @@ from rl_consistency.integrations.generation import (
     watched_generate,
 )
 from rl_consistency.integrations.gradient_checks import GradientChecks
-from rl_consistency.integrations.label_answer import LabelAnswer, Observer
 from rl_consistency.integrations.refusals import (
     Kind,
     SameModel,
     check_engine_options,
     check_gradient_options,
     check_trainer,
-    takes_logits,
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.models.packing import PaddedBatch, packed_inputs
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.scored_rows import Sampling
+from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, label_logprobs
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.numerics.masters import MasterAdamW
 from rl_consistency.numerics.patched import replaced
 from rl_consistency.parity.drift import DriftReport
-from rl_consistency.parity.foreign_drift import check_known
 from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 _MARK = "_rl_consistency_attachment"
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 """Names of `args.optim` that are torch's AdamW."""
+
+
+Observer = Callable[[Tensor, PaddedBatch, LabelLogprobs], None]
+"""Sees input ids [B, L], how they were packed, and their scores, in a pass with gradients."""
+
+
+@dataclass(eq=False)
+class LabelAnswer:
+    """Canonical logprobs, in the form that the trainer asks for.
+
+    TRL calls `model(input_ids, attention_mask, labels=..., fused_lm_head=True)` for a
+    FusedCausalLMOutput; transformers' Trainer reads the loss of `model(..., labels=...)`.
+    """
+
+    sampling: Sampling | None = None  # of the labels; None for data
+    most_likely: bool = False  # fills in `is_top1`, which costs the LM head a second time
+    observers: Sequence[Observer] = ()
+
+    def __call__(
+        self,
+        policy: nn.Module,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        labels: Tensor,
+        fused_lm_head: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> Any:
+        batch = packed_inputs(input_ids, attention_mask, position_ids, others)
+        assert input_ids is not None  # packed_inputs asks for them
+        if not fused_lm_head:
+            _check_labels(batch, labels)
+        wanted = {"most_likely": self.most_likely and fused_lm_head}
+        scores = label_logprobs(policy, batch, input_ids, labels, self.sampling, **wanted)
+        for observe in self.observers if torch.is_grad_enabled() else ():
+            observe(input_ids, batch, scores)
+        count = scores.mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss: Any = -scores.logprobs.sum() / count
+        if not fused_lm_head:
+            return CausalLMOutputWithPast(loss=loss)
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        return FusedCausalLMOutput(
+            loss=loss,
+            log_probs=scores.logprobs,
+            entropy=scores.entropy,
+            is_top1=scores.most_likely,
+            label_mask=scores.mask,
+        )
+
+
+def _check_labels(batch: PaddedBatch, labels: Tensor) -> None:
+    """ValueError for labels that stock scores from a row that says nothing of them. They are left
+    out here, and the trainer's divisor counts them. That in column 0 has no row in stock."""
+    starts = torch.zeros_like(batch.mask[batch.mask])
+    starts[list(accumulate(batch.packed.layout.query_lens[:-1], initial=0))] = True
+    unscored = ~batch.mask | torch.zeros_like(batch.mask).masked_scatter(batch.mask, starts)
+    if bool((unscored & (labels != -100))[:, 1:].any()):
+        raise ValueError(
+            "labels at padding, or at the first token of a sequence that does not begin its row; "
+            "set them to -100: nothing that says something of them comes before."
+        )
 
 
 class Attachment:
@@ -169,19 +236,28 @@ class Attachment:
         """Let a 16-bit model be updated through fp32 masters, unless DeepSpeed does it or the
         trainer was given an optimizer; returns the dtype of its gradients for `patch`.
 
-        DistributedDataParallel takes gradients of the weights' dtype only.
-        """
-        trainer = self._trainer
-        if (
-            next(self._model.parameters()).dtype == torch.float32
-            or trainer.is_deepspeed_enabled
-            or trainer.optimizer is not None
-        ):
+        ValueError if the trainer asks for anything but torch's AdamW."""
+        trainer, dtype = self._trainer, next(self._model.parameters()).dtype
+        if dtype == torch.float32 or trainer.is_deepspeed_enabled or trainer.optimizer is not None:
             return None
-        optimizer = _with_masters(trainer)
+        if trainer.args.optim not in OPTIMIZERS:
+            raise ValueError(
+                f"attach() got optim={trainer.args.optim.value!r} for a model in {dtype}. Set it "
+                f"to {' or '.join(OPTIMIZERS)}, give the trainer an optimizer, or load the model "
+                "in float32."
+            )
+        stock = trainer.create_optimizer()
+        trainer.optimizer = None
+        if type(stock) is not torch.optim.AdamW:
+            raise ValueError(
+                "attach() would put AdamW with fp32 masters in the place of the trainer's "
+                f"{type(stock).__name__}. Give it this optimizer (optimizers=), or float32 weights."
+            )
+        optimizer = MasterAdamW(stock.param_groups)
         # Training that goes on without the attachment keeps it: there is no other to step with.
         put = replaced(trainer, "optimizer", optimizer, unless=lambda: trainer.is_in_train)
         self._undo.enter_context(put)
+        # DistributedDataParallel takes gradients of the weights' dtype only.
         return torch.float32 if trainer.accelerator.num_processes == 1 else None
 
     def _log(self, take: Callable[[], dict[str, float]]) -> None:
@@ -253,20 +329,11 @@ def attach(
     check_trainer(trainer, kind, measure_only=measure_only)
     check_engine_options(engine)
     gradients = {"every": check_gradients_every, "seconds": check_gradients_seconds}
-    check_gradient_options(**gradients)
-    if check_gradients_every and takes_logits(trainer):
-        raise ValueError(
-            "check_gradients_every reads scores of calls with labels, which label_smoothing_factor "
-            "and compute_loss_func leave out; set it to 0."
-        )
+    check_gradient_options(trainer, **gradients)
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
-    if not generates and (engine or measure_only):
-        raise TypeError(
-            f"a {kind} does not generate; give attach() no measure_only and no engine option."
-        )
-    check_known(metrics_of)
-    if metrics_of and not generates:
-        raise TypeError(f"a {kind} does not generate; give attach() no metrics_of.")
+    if not generates and (engine or measure_only or metrics_of):
+        others = "measure_only, metrics_of and engine options"
+        raise TypeError(f"a {kind} does not generate; leave out {others}.")
     if measure_only and (engine or sampling_metrics or check_gradients_every):
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
@@ -294,9 +361,8 @@ def attach(
 def _in_one_thread(backward: Callable[..., Any]) -> Callable[..., Any]:
     """`Accelerator.backward`, during which autograd has no other threads.
 
-    Autograd gives CUDA nodes to a thread of its own. Then the Python functions of a patched model
-    run on two cores in turn, each with a cold cache: 5 to 12 % of a training step at 0.6B on an
-    H200. The order of the nodes, and so every bit, is the same.
+    With one of its own for CUDA nodes, the Python functions of a patched model would run on two
+    cores in turn, each with a cold cache. The order of the nodes, and so every bit, is the same.
     """
 
     @wraps(backward)
@@ -309,26 +375,3 @@ def _in_one_thread(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_predictions(*_: Any, **__: Any) -> None:
     raise ValueError("predict() needs logits, and a call with labels makes none; detach() first.")
-
-
-def _with_masters(trainer: Any) -> MasterAdamW:
-    """The optimizer that the trainer's arguments ask for, over fp32 masters.
-
-    ValueError if they, or the trainer's class, ask for another than AdamW.
-    """
-    if trainer.args.optim not in OPTIMIZERS:
-        raise ValueError(
-            f"attach() got optim={trainer.args.optim.value!r} for a model in "
-            f"{next(trainer.model.parameters()).dtype}; with fp32 masters there is "
-            f"{' and '.join(OPTIMIZERS)}. Set one, give the trainer an optimizer, or load the "
-            "model in float32."
-        )
-    stock = trainer.create_optimizer()
-    trainer.optimizer = None
-    if type(stock) is not torch.optim.AdamW:
-        raise ValueError(
-            f"attach() would put AdamW with fp32 masters in the place of the trainer's "
-            f"{type(stock).__name__}. Give the trainer this optimizer (optimizers=), or load the "
-            "model in float32."
-        )
-    return MasterAdamW(stock.param_groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 _STEP, _CALL, _EVALUATION = 1 << 40, 1 << 30, 1 << 63
 
 
+@dataclass(eq=False)
 class EngineGeneration(TrainerCallback):
     """What TRL keeps as `trainer.vllm_generation`: `generate` and `sync_weights`.
 
@@ -28,18 +29,13 @@ class EngineGeneration(TrainerCallback):
     the global batch. So it depends neither on the number of processes nor on evaluations.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        policy: Any,
-        sampling: SamplingParams,
-        drift: RolloutDrift,
-        options: dict[str, Any],
-    ) -> None:
-        self._trainer, self._policy, self._sampling = trainer, policy, sampling
-        self._drift, self._options = drift, options
-        self._engine: RolloutEngine | None = None
-        self._last_calls: dict[bool, tuple[int, int]] = {}
+    trainer: Any
+    policy: Any
+    sampling: SamplingParams
+    drift: RolloutDrift
+    options: dict[str, Any]
+    _engine: RolloutEngine | None = None
+    _last_calls: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Forget the calls of a training that was broken off."""
@@ -61,32 +57,31 @@ class EngineGeneration(TrainerCallback):
         """
         if images is not None:
             raise ValueError("images are not covered by rl_consistency.attach; leave them out.")
-        check_same_model(self._trainer, self._policy)
+        check_same_model(self.trainer, self.policy)
         if self._engine is None:  # after what the trainer wraps around the model
-            eos = getattr(self._trainer, "eos_token_ids", None)
-            eos = self._trainer.processing_class.eos_token_id if eos is None else eos
-            self._engine = RolloutEngine(self._policy, eos_token_id=eos, **self._options)
-        completions = self._engine.generate(
-            prompts, self._limits(prompts), prompt_ids=self._prompt_ids(len(prompts))
-        )
+            eos = getattr(self.trainer, "eos_token_ids", None)
+            eos = self.trainer.processing_class.eos_token_id if eos is None else eos
+            self._engine = RolloutEngine(self.policy, eos_token_id=eos, **self.options)
+        ids = self._prompt_ids(len(prompts))
+        completions = self._engine.generate(prompts, self._limits(prompts), prompt_ids=ids)
         tokens = [completion.token_ids for completion in completions]
         logprobs = [completion.token_logprobs for completion in completions]
-        self._drift.sampled(prompts, Sampled(tokens, logprobs, routing_of(completions)))
+        self.drift.sampled(prompts, Sampled(tokens, logprobs, routing_of(completions)))
         return prompts, tokens, [[[value] for value in row.tolist()] for row in logprobs], None
 
     def _limits(self, prompts: list[list[int]]) -> SamplingParams | list[SamplingParams]:
         """A turn after a tool's answer ends with the context: its prompt has grown, and TRL leaves
         it to the backend, since it cuts the whole completion later."""
-        if not getattr(self._trainer, "tools", None):
-            return self._sampling
-        context, most = self._policy.config.max_position_embeddings, self._sampling.max_tokens
+        if not getattr(self.trainer, "tools", None):
+            return self.sampling
+        context, most = self.policy.config.max_position_embeddings, self.sampling.max_tokens
         rooms = [min(most, context - len(prompt)) for prompt in prompts]
-        return [replace(self._sampling, max_tokens=max(1, room)) for room in rooms]
+        return [replace(self.sampling, max_tokens=max(1, room)) for room in rooms]
 
     def _prompt_ids(self, count: int) -> list[int]:
         """Numbers of training's prompts, or of an evaluation's, which count their own calls."""
-        trainer, args = self._trainer, self._trainer.args
-        step, call, trains = trainer.state.global_step, 0, self._policy.training
+        trainer, args = self.trainer, self.trainer.args
+        step, call, trains = trainer.state.global_step, 0, self.policy.training
         last_step, last_call = self._last_calls.get(trains, (-1, -1))
         if step == last_step:
             call = last_call + 1
@@ -135,13 +130,9 @@ def watched_forward(forward: Any, drift: RolloutDrift) -> Any:
     def watched(*args: Any, **arguments: Any) -> Any:
         output = forward(*args, **arguments)
         if arguments.get("fused_lm_head") and torch.is_grad_enabled():
-            drift.observe(
-                arguments["input_ids"],
-                arguments["attention_mask"].bool(),
-                LabelLogprobs(
-                    output.log_probs.float(), output.entropy, output.label_mask, most_likely=None
-                ),
-            )
+            logprobs = output.log_probs.float()
+            scores = LabelLogprobs(logprobs, output.entropy, output.label_mask, most_likely=None)
+            drift.observe(arguments["input_ids"], arguments["attention_mask"].bool(), scores)
         return output
 
     return watched

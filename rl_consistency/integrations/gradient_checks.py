@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from rl_consistency.models.packing import PaddedBatch
-from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, TokenLogprobs
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
@@ -26,8 +25,6 @@ from rl_consistency.parity.gradients import (
     Regrouping,
     check_gradients,
 )
-
-_KEY = "consistency/gradient_check"
 
 SEQUENCES = 4
 """How many sequences of a micro-batch a check takes."""
@@ -62,34 +59,20 @@ class GradientChecks(TrainerCallback):
     the gradients that follow from them under other groupings: their bytes must be equal.
 
     The micro-batch is the first of the step whose loss has a gradient. Each check draws `SEQUENCES`
-    of it. Sequences with a gradient come before others. The check runs between two steps, with the
-    weights that the first of them has made. No gradient is present there.
+    of it, those with a gradient before others. It runs between two steps, with the weights that the
+    first of them has made, and goes on with the regroupings that the last one had no time for.
 
-    Args:
-        trainer: what the callback is added to.
-        policy: its patched model.
-        sampling: what `LabelAnswer` was given.
-        every: steps from one check to the next, of which the first step has one.
-        seconds: after so many no further regrouping begins; the first always runs, and the next
-            check goes on with the others. None is one regrouping a check.
+    `sampling` is what `LabelAnswer` was given, `every` and `seconds` are `attach`'s.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        policy: nn.Module,
-        sampling: Sampling | None,
-        *,
-        every: int,
-        seconds: float | None,
+        self, trainer: Any, policy: nn.Module, sampling: Any, *, every: int, seconds: float | None
     ) -> None:
         self._trainer, self._policy, self._sampling = trainer, policy, sampling
         self._every, self._seconds = every, seconds or 0.0
-        self._turn = deque(REGROUPINGS)
+        self._turn, self._longest = deque(REGROUPINGS), 0.0
         self._seen: list[_MicroBatch] = []
-        self._since_log: Counter[str] = Counter()
-        self._longest = 0.0
-        self._total: Counter[str] = Counter()
+        self._since_log, self._total = Counter[str](), Counter[str]()
         self.last: GradientReport | None = None
         """Report of this process's last check; None before the first."""
 
@@ -102,10 +85,10 @@ class GradientChecks(TrainerCallback):
         for name in ("logprobs", "entropy"):
             getattr(scores, name).register_hook(partial(seen.keep, name))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._total.clear()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._seen = []  # of a step that has failed
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -115,11 +98,10 @@ class GradientChecks(TrainerCallback):
         with whole_weights(self._policy):
             fault, report = self._check(started)
         self._seen = []
-        mine = [(fault, report, perf_counter() - started)]
+        mine = [(fault, _counts(report), perf_counter() - started)]
         everyone = gather_object(mine) if self._trainer.accelerator.num_processes > 1 else mine
         faults = [f"process {rank}: {f}" for rank, (f, *_) in enumerate(everyone) if f]
-        for _, found, seconds in everyone:
-            counts = _counts(found)
+        for _, counts, seconds in everyone:
             self._since_log.update(counts)
             self._total.update(counts)
             self._longest = max(self._longest, seconds)
@@ -130,7 +112,7 @@ class GradientChecks(TrainerCallback):
                 metrics=self.take(),
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._total["without_gradient"] and not self._total["checks"]:
             raise ConsistencyError(
                 "no gradient was checked: in each step that was due for a check dL/dlogprobs was "
@@ -142,10 +124,10 @@ class GradientChecks(TrainerCallback):
         """Figures since the last call, over all processes."""
         if not self._since_log:
             return {}
-        figures: dict[str, float] = {f"{_KEY}/{name}": n for name, n in self._since_log.items()}
-        figures["time/gradient_check_seconds"] = self._longest
+        found, seconds = self._since_log, self._longest
         self._since_log, self._longest = Counter(), 0.0
-        return figures
+        figures = {f"consistency/gradient_check/{name}": count for name, count in found.items()}
+        return {**figures, "time/gradient_check_seconds": seconds}
 
     def _check(self, started: float) -> tuple[str | None, GradientReport | None]:
         """What is wrong, and what was compared."""
@@ -153,13 +135,9 @@ class GradientChecks(TrainerCallback):
             return "no micro-batch of the step was scored by the patched model", None
         if not any(seen.cotangents for seen in self._seen):
             return "the loss does not depend on what the patched model has scored", None
-        chosen = next((seen for seen in self._seen if seen.has_gradient()), None)
-        if chosen is None:
+        seen = next((seen for seen in self._seen if seen.has_gradient()), None)
+        if seen is None:
             return None, None
-        self.last = self._regrouped(chosen, started + self._seconds)
-        return self.last.failure(), self.last
-
-    def _regrouped(self, seen: _MicroBatch, end: float) -> GradientReport:
         masks, ids = seen.sequences(seen.mask), seen.sequences(seen.input_ids)
         asked = {
             name: [part[mask] for part, mask in zip(seen.sequences(columns), masks, strict=True)]
@@ -169,24 +147,25 @@ class GradientChecks(TrainerCallback):
         drawn = Random(self._trainer.state.global_step).sample(scored, len(scored))
         drawn.sort(key=lambda index: not any(bool(parts[index].any()) for parts in asked.values()))
         chosen = sorted(drawn[:SEQUENCES])
-        cotangents = {name: [parts[index] for index in chosen] for name, parts in asked.items()}
 
         def loss(found: TokenLogprobs, group: Sequence[int]) -> Tensor:
             """A scalar whose gradient is the one that was kept."""
             total = found.logprobs.new_zeros(())
-            for name, parts in cotangents.items():
+            for name, parts in asked.items():
                 scores: Tensor = getattr(found, name)
-                total = total + (scores * torch.cat([parts[i] for i in group]).to(scores)).sum()
+                kept = torch.cat([parts[chosen[i]] for i in group])
+                total = total + (scores * kept.to(scores)).sum()
             return total
 
-        return check_gradients(
+        self.last = check_gradients(
             self._policy,
             [ids[index].tolist() for index in chosen],
             loss_mask=[masks[index].tolist() for index in chosen],
             loss=loss,
             sampling=self._sampling,
-            regroupings=self._until(end),
+            regroupings=self._until(started + self._seconds),
         )
+        return self.last.failure(), self.last
 
     def _until(self, end: float) -> Iterator[Regrouping]:
         for _ in REGROUPINGS:
@@ -198,11 +177,11 @@ class GradientChecks(TrainerCallback):
 
 def _counts(report: GradientReport | None) -> dict[str, int]:
     """What one process adds to the figures."""
-    results = () if report is None else report.results
+    found = GradientReport((), 0) if report is None else report
     return {
         "checks": int(report is not None),
         "without_gradient": int(report is None),
-        "regroupings": len(results),
-        "elements": 0 if report is None else report.elements * len(results),
-        "mismatched_elements": 0 if report is None else report.mismatched_elements,
+        "regroupings": len(found.results),
+        "elements": found.elements * len(found.results),
+        "mismatched_elements": found.mismatched_elements,
     }

@@ -23,24 +23,45 @@ Kind = Literal["GRPOTrainer", "RLOOTrainer", "SFTTrainer", "Trainer"]
 _SEAM_METHODS = ("_get_per_token_logps_and_entropies", "_generate_single_turn", "compute_loss")
 """Methods of TRL that call the seams; a subclass with its own may call others."""
 
-_OFF: dict[str, tuple[object, str]] = {
-    "bf16": (False, "autocast is not covered: load the model in bfloat16 and set bf16=False"),
-    "fp16": (False, "autocast is not covered: load the model in bfloat16 and set fp16=False"),
-    "use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
-    "cast_lm_head_to_fp32": (False, "the canonical LM head already sums in fp32: set it to False"),
-    "torch_compile": (False, "the patched forward is not compiled: set it to False"),
-    "use_vllm": (
-        False,
-        "the engine of rl_consistency generates: set it to False, or measure_only=True",
-    ),
-    "generation_kwargs": (None, "the engine takes none of them: set it to None"),
-    "vllm_structured_outputs_regex": (None, "the engine has no such constraint: set it to None"),
-    "neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
-}
-"""Argument of the trainer's args -> the value that is covered, and what to do."""
-
-
 CAUSAL_LOSS = "ForCausalLM"
+_READ = "measure_only reads Hugging Face's generate or vLLM"
+
+Covered = dict[str, tuple[object, str]]
+"""What the trainer holds, by its path -> the value that is covered, or that which it has where it
+is missing, and what to do about another."""
+
+_NOT_TRAINING: Covered = {"is_in_train": (False, "call attach() before train()")}
+_ALL_TRAINERS: Covered = {
+    **_NOT_TRAINING,
+    "args.bf16": (False, "autocast is not covered: load the model in bfloat16 and set bf16=False"),
+    "args.fp16": (False, "autocast is not covered: load the model in bfloat16 and set fp16=False"),
+    "accelerator.mixed_precision": ("no", "autocast is not covered (accelerate): set it to no"),
+    "args.use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
+    "args.cast_lm_head_to_fp32": (False, "the LM head already sums in fp32: set it to False"),
+    "args.torch_compile": (False, "the patched forward is not compiled: set it to False"),
+    "args.use_vllm": (False, "our engine generates: set it to False, or measure_only=True"),
+    "args.generation_kwargs": (None, "the engine takes none of them: set it to None"),
+    "args.vllm_structured_outputs_regex": (None, "the engine has no such constraint: set None"),
+    "args.neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
+    "model_init": (None, "it makes another model when training begins: give model= alone"),
+    "model.peft_config": (None, "train the whole model, or merge_and_unload() the adapters"),
+    "is_fsdp_enabled": (False, "use DeepSpeed's ZeRO, or the recipes of rl_consistency with FSDP2"),
+    "aux_loss_enabled": (False, "it is no sum over sequences: set router_aux_loss_coef=0.0"),
+}
+_PLAIN: Covered = {
+    "compute_metrics": (None, "it needs logits, which a call with labels does not make: drop it"),
+    "model._loss_function": (None, "give the trainer compute_loss_func= in place of it"),
+    "model.loss_type": (CAUSAL_LOSS, f"a call with labels gives {CAUSAL_LOSS}: set it to that"),
+}
+_ROLLOUTS: Covered = {
+    "repetition_penalty": (1.0, "the engine has none, set it to 1.0"),
+    "rollout_func": (None, "it generates by itself: leave it out, the engine generates"),
+}
+_MEASURED: Covered = {
+    **_NOT_TRAINING,
+    "args.use_transformers_continuous_batching": (False, f"{_READ}: set it to False"),
+    "rollout_func": (None, f"{_READ}: leave it out"),
+}
 
 _UNREAD = (
     *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "do_sample"),
@@ -53,12 +74,10 @@ _UNREAD = (
 _UNREAD_KINDS = ("_", "output_", "assistant_", "num_assistant_")
 """Fields of a generation_config, and beginnings of their names, that change no token here."""
 _IDLE = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "typical_p"), 1),
-    **dict.fromkeys(
-        ("min_length", "min_new_tokens", "no_repeat_ngram_size", "diversity_penalty"), 0
-    ),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "encoder_no_repeat_ngram_size"), 0),
-    "encoder_repetition_penalty": 1,
+    **{"num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "typical_p": 1},
+    **{"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "min_length": 0},
+    **{"min_new_tokens": 0, "no_repeat_ngram_size": 0, "diversity_penalty": 0},
+    **{"epsilon_cutoff": 0, "eta_cutoff": 0},
 }
 """Other fields -> the value that changes no token."""
 
@@ -72,8 +91,7 @@ def trainer_kind(trainer: object) -> Kind:
         of_trl = cls.__module__.partition(".")[0] == "trl"
         covered = cls.__name__ in get_args(Kind) and not cls.__module__.startswith("trl.exp")
         if of_trl and covered:
-            _check_trl_version()
-            _check_methods(trainer, cls)
+            _check_seams(trainer, cls)
             return cls.__name__  # pyright: ignore[reportReturnType]
         if cls is transformers.Trainer:
             return "Trainer"
@@ -86,16 +104,12 @@ def trainer_kind(trainer: object) -> Kind:
     )
 
 
-def _check_trl_version() -> None:
-    found = metadata.version("trl")
-    if found not in TRL_VERSIONS:
+def _check_seams(trainer: object, covered: type) -> None:
+    if (found := metadata.version("trl")) not in TRL_VERSIONS:
         raise ImportError(
             f"trl is {found}, and attach() covers {TRL_VERSIONS}: install one of these "
             f"(pip install 'trl{TRL_VERSIONS}')."
         )
-
-
-def _check_methods(trainer: object, covered: type) -> None:
     cls = type(trainer)
     for name in _SEAM_METHODS:
         of_class = getattr(cls, name, None) is not getattr(covered, name, None)
@@ -107,8 +121,8 @@ def _check_methods(trainer: object, covered: type) -> None:
 
 
 def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool = False) -> None:
-    """ValueError naming an argument that is not covered, what is, and what to do."""
-    for fault in _measuring_faults(trainer) if measure_only else _faults(trainer, kind):
+    """ValueError naming an argument that is not covered, and what to do."""
+    for fault in _uncovered(trainer, _MEASURED) if measure_only else _faults(trainer, kind):
         raise ValueError(f"attach() cannot cover this {kind}: {fault}.")
 
 
@@ -144,88 +158,43 @@ def check_engine_options(options: dict[str, Any]) -> None:
         )
 
 
-def check_gradient_options(every: object, seconds: object) -> None:
-    """ValueError for a value that no gradient check can have."""
+def check_gradient_options(trainer: Any, every: object, seconds: object) -> None:
+    """ValueError for a value that no gradient check of this trainer can have."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
         raise ValueError(f"check_gradients_every={every!r}; give a number of steps, 0 for never.")
-    if seconds is None:
-        return
-    if not isinstance(seconds, int | float) or not seconds > 0:
+    smooths = getattr(trainer.args, "label_smoothing_factor", 0.0)
+    if every and (smooths or getattr(trainer, "compute_loss_func", None) is not None):
+        raise ValueError(
+            "check_gradients_every reads scores of calls with labels, which label_smoothing_factor "
+            "and compute_loss_func leave out; set it to 0."
+        )
+    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
         raise ValueError(f"check_gradients_seconds={seconds!r}; give seconds above 0, or None.")
-    if not every:
+    if seconds is not None and not every:
         raise ValueError(
             "check_gradients_seconds limits a check that check_gradients_every=0 never makes; set "
             "that to a number of steps."
         )
 
 
-def _measuring_faults(trainer: Any) -> Iterator[str]:
-    if trainer.is_in_train:
-        yield "it is training already; call attach() before train()"
-    read = "measure_only reads Hugging Face's generate or vLLM"
-    if getattr(trainer.args, "use_transformers_continuous_batching", False):
-        yield f"{read}, and use_transformers_continuous_batching=True; set it to False"
-    if getattr(trainer, "rollout_func", None) is not None:
-        yield f"{read}; leave out rollout_func"
+def _uncovered(trainer: Any, covered: Covered) -> Iterator[str]:
+    for path, (allowed, remedy) in covered.items():
+        owner, _, name = path.rpartition(".")
+        value = getattr(getattr(trainer, owner) if owner else trainer, name, allowed)
+        if value != allowed:
+            yield f"{path.removeprefix('args.')}={value!r}; {remedy}"
 
 
 def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
-    args = trainer.args
-    if trainer.is_in_train:
-        yield "it is training already; call attach() before train()"
-    for name, (allowed, remedy) in _OFF.items():
-        if (value := getattr(args, name, allowed)) != allowed:
-            yield f"{name}={value!r}; {remedy}"
-    if (precision := trainer.accelerator.mixed_precision) != "no":
-        yield f"mixed_precision={precision!r} (accelerate); autocast is not covered, set it to no"
-    model = trainer.model
-    if getattr(trainer, "model_init", None) is not None:
-        yield "model_init makes another model when training begins; give the trainer model=, alone"
-    if hasattr(model, "peft_config"):
-        yield "peft_config: adapters are not covered; train the whole model, or merge_and_unload()"
-    if trainer.is_fsdp_enabled:
-        yield "fsdp; use DeepSpeed's ZeRO, or the recipes of rl_consistency with FSDP2"
-    if args.n_gpu > 1:
-        yield f"{args.n_gpu} GPUs in one process (DataParallel); start it by accelerate launch"
-    if next(model.parameters()).dtype == torch.float16:
+    yield from _uncovered(trainer, _ALL_TRAINERS)
+    if (count := trainer.args.n_gpu) > 1:
+        yield f"{count} GPUs in one process (DataParallel); start it by accelerate launch"
+    if next(trainer.model.parameters()).dtype == torch.float16:
         yield "the model is in float16, whose gradients overflow; load it in bfloat16"
-    if getattr(trainer, "aux_loss_enabled", False):
-        yield (
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: the load-balancing loss is no "
-            "sum over sequences, so every cut of the batch changes it; set router_aux_loss_coef=0.0"
-        )
     if kind == "Trainer":
-        if trainer.compute_metrics is not None:
-            yield "compute_metrics needs logits, which a call with labels does not make; drop it"
-        yield from _loss_faults(model)
+        yield from _uncovered(trainer, _PLAIN)
     if kind in ("GRPOTrainer", "RLOOTrainer"):
         yield from _rollout_faults(trainer)
-
-
-def _loss_faults(model: Any) -> Iterator[str]:
-    """Losses of a model's own, in whose place a call with labels gives the causal one."""
-    if "_loss_function" in vars(model):
-        yield "model.loss_function was set; give the trainer compute_loss_func= instead"
-    elif (found := model.loss_type) != CAUSAL_LOSS:
-        yield f"model.loss_type={found!r}; a call with labels gives {CAUSAL_LOSS}, set it to that"
-
-
-def takes_logits(trainer: Any) -> bool:
-    """Whether the trainer computes its loss from logits, in a call without labels."""
-    func = getattr(trainer, "compute_loss_func", None)
-    return bool(getattr(trainer.args, "label_smoothing_factor", 0.0)) or func is not None
-
-
-def _generation_faults(model: Any) -> Iterator[str]:
-    """Rules of the model's own generation_config that the engine does not know."""
-    config = model.generation_config
-    for name, value in (config.to_diff_dict() if config is not None else {}).items():
-        idle = value in (None, False, [], {}) or value == _IDLE.get(name)
-        if not idle and name not in _UNREAD and not name.startswith(_UNREAD_KINDS):
-            yield (
-                f"model.generation_config.{name}={value!r}; the engine has no such rule, set it to "
-                "None"
-            )
 
 
 def _rollout_faults(trainer: Any) -> Iterator[str]:
@@ -234,19 +203,18 @@ def _rollout_faults(trainer: Any) -> Iterator[str]:
         yield f"temperature={trainer.temperature!r}; greedy completions are equal, set it above 0"
     if trainer.max_completion_length is None:
         yield "max_completion_length=None; the engine needs a number of tokens"
-    yield from _generation_faults(trainer.model)
+    config = trainer.model.generation_config
+    for name, value in (config.to_diff_dict() if config is not None else {}).items():
+        idle = value in (None, False, [], {}) or value == _IDLE.get(name)
+        if not idle and name not in _UNREAD and not name.startswith(_UNREAD_KINDS):
+            rule = f"model.generation_config.{name}={value!r}"
+            yield f"{rule}; the engine has no such rule, set it to None"
     if getattr(tokenizer, "eos_token_id", None) is None:
         yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
-    if trainer.repetition_penalty != 1.0:
-        found = trainer.repetition_penalty
-        yield f"repetition_penalty={found!r}; the engine has none, set it to 1.0"
-    if getattr(trainer, "rollout_func", None) is not None:
-        yield "rollout_func generates by itself; leave it out, the engine generates"
+    yield from _uncovered(trainer, _ROLLOUTS)
     truncates = bool(trainer.top_k) or (trainer.top_p or 1) < 1 or bool(trainer.min_p)
-    passes, each = (
-        args.steps_per_generation * trainer.num_iterations,
-        args.gradient_accumulation_steps,
-    )
+    passes = args.steps_per_generation * trainer.num_iterations
+    each = args.gradient_accumulation_steps
     found = f"top_k={trainer.top_k}, top_p={trainer.top_p}, min_p={trainer.min_p}"
     if truncates and (trainer.beta != 0 or each % passes):
         yield (

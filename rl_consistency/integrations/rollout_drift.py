@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rl_consistency.integrations.sampled import Sampled
-from rl_consistency.integrations.wandb_drift import AttachedWandb
+from rl_consistency.integrations.wandb_drift import log_drift
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs
 from rl_consistency.models.sharding import is_sharded
-from rl_consistency.parity.drift import DriftReport, Sample
-from rl_consistency.parity.monitor import FIRST, LATER, DriftMonitor
+from rl_consistency.parity.drift import DriftReport, Sample, worst_tokens
+from rl_consistency.parity.histograms import split_counts
+from rl_consistency.parity.monitor import FIRST, LATER, DriftMonitor, Seen
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 REPLAY = "replay"
@@ -35,11 +36,6 @@ class _Drawn(NamedTuple):
     place: tuple[int, int]
     routing: Tensor | None
 
-    def cut(self, tokens: int) -> _Drawn:
-        """What is left of it in a row that ends after some of its tokens."""
-        routing = None if self.routing is None else self.routing[:tokens]
-        return self._replace(logprobs=self.logprobs[:tokens], routing=routing)
-
 
 class _MicroBatch(NamedTuple):
     """What a trainer scored, on the model's device: comparing it at once would wait for that."""
@@ -52,29 +48,17 @@ class _MicroBatch(NamedTuple):
     routing: Tensor | None  # [B, L-1]
 
 
-class _Row(NamedTuple):
-    """A row of training up to the end of what was drawn, which begins at `start`."""
-
-    ids: np.ndarray  # [end]
-    start: int
-    wanted: np.ndarray  # [end - start] bool, the tokens that are trained on
-    drawn: np.ndarray  # [end - start]
-    trained: np.ndarray  # [end - start], anything where it is not wanted
-
-    @property
-    def found_again(self) -> Tensor:
-        """What training gave. A token that is not trained on counts as found again."""
-        return torch.from_numpy(np.where(self.wanted, self.trained, self.drawn))
-
-
 class _Compared(NamedTuple):
-    """The sampled tokens of a row that training scored."""
+    """What was drawn in a row that training scored, and the row up to its end."""
 
     sample: Sample
-    row: _Row
     rollout_routing: Tensor | None
     """None in a dense model, and of engines that do not tell it."""
     training_routing: Tensor | None
+    row: np.ndarray  # [end]
+    wanted: np.ndarray  # [drawn] bool, the tokens that are trained on
+    drawn: np.ndarray  # [drawn]
+    trained: np.ndarray  # [drawn], anything where it is not wanted
 
 
 class RolloutDrift(TrainerCallback):
@@ -103,21 +87,21 @@ class RolloutDrift(TrainerCallback):
             decode=None if sampling is None else trainer.processing_class.decode,
             metrics_of=metrics_of,
         )
-        self._wandb = AttachedWandb(trainer)
+        self._wandb_usable = True
         self._sampled_at = -1
         self._samples: dict[bytes, _Drawn] = {}
         self._prompts: dict[tuple[int, ...], list[int]] = {}
         """Prompt -> its number in the rollout, and how many completions it has."""
         self._uncompared = 0
         self._pending: list[_MicroBatch] = []
-        self._mismatch: tuple[DriftReport, list[_Row]] | None = None
+        self._mismatch: tuple[DriftReport, list[_Compared]] | None = None
         self._told = sampling is None
 
     @property
     def report(self) -> DriftReport | None:
         """Drift of the first updates of this process; None before the first."""
         self._compare()
-        return self._monitor.total.report
+        return self._monitor.total
 
     def sampled(self, prompts: list[list[int]], completions: Sampled) -> None:
         """Take in a rollout, or a turn of one; a rollout at another step replaces the last. One for
@@ -153,11 +137,10 @@ class RolloutDrift(TrainerCallback):
     def take(self) -> dict[str, float]:
         """Figures since the last call, over all processes, each of which has to call it."""
         self._compare()
-        mine = self._monitor.take(), self._uncompared
-        self._uncompared = 0
+        mine, self._uncompared = (self._monitor.take(), self._uncompared), 0
         everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
         found, seen = self._monitor.metrics(part for part, _ in everyone)
-        self._wandb.show(seen)
+        self._show(seen)
         if uncompared := sum(count for _, count in everyone):
             found[f"{FIRST}/uncompared_tokens"] = uncompared
         # transformers puts "train/" before every name, as NeMo-RL does before its own.
@@ -171,15 +154,37 @@ class RolloutDrift(TrainerCallback):
             found = [each for batch in batches for each in self._scored(batch)]
             if not found:
                 continue
-            samples, rows, ours, theirs = map(list, zip(*found, strict=True))
-            routing = _known(ours), _known(theirs)
-            report = self._monitor.scored(samples, routing, prefix=prefix)
+            ours, theirs = (_known([f[side] for f in found]) for side in (1, 2))
+            report = self._monitor.scored([f.sample for f in found], (ours, theirs), prefix=prefix)
             if prefix == FIRST and not (report.passed or self._told or self._mismatch):
-                self._mismatch = report, rows
+                self._mismatch = report, found
 
-    def _tell(self, report: DriftReport, rows: list[_Row], sampling: SamplingParams) -> None:
+    def _show(self, seen: Seen) -> None:
+        """Log histograms and the worst tokens with what the trainer logs next in wandb, where it
+        has begun a run, and raise an alert if tokens differ. A failure costs one warning."""
+        trainer, report = self._trainer, seen.reports[FIRST]
+        if report is None or not self._wandb_usable or "wandb" not in trainer.args.report_to:
+            return
+        import wandb
+
+        if wandb.run is None:  # as on all processes but the first
+            return
+        alert = f"step {trainer.state.global_step}: {report.sentence()}"
+        alert = alert if report.mismatched_tokens or report.rerouted_tokens else None
+        rows = worst_tokens(seen.samples, trainer.processing_class.decode)
+        try:
+            log_drift(wandb.run, {}, split_counts(seen.counts)[1], rows, alert, commit=False)
+        except (OSError, wandb.Error) as error:
+            self._wandb_usable = False
+            warnings.warn(
+                f"wandb shows no histograms and worst tokens from here on ({error}); training "
+                "goes on",
+                stacklevel=2,
+            )
+
+    def _tell(self, report: DriftReport, found: list[_Compared], sampling: SamplingParams) -> None:
         """Save the rows that differ, localize where they do, and warn."""
-        trainer, where = self._trainer, ""
+        trainer = self._trainer
         config = {
             "step": trainer.state.global_step,
             "process": trainer.accelerator.process_index,
@@ -187,18 +192,20 @@ class RolloutDrift(TrainerCallback):
             "rollout": {"sampling": asdict(sampling)},
         }
         try:
-            if report.mismatched_tokens:
-                if is_sharded(trainer.model):
-                    raise ValueError("the parameters are shards, and other processes take no part")
-                path, where = self._monitor.kept(
-                    [row.ids.tolist() for row in rows],
-                    [row.start for row in rows],
-                    [torch.from_numpy(row.drawn) for row in rows],
-                    [row.found_again for row in rows],
-                    sampling=sampling,
-                    config=config,
-                )
-                where = f"Replay bundle: {path}. {where}"
+            if report.mismatched_tokens and is_sharded(trainer.model):
+                raise ValueError("the parameters are shards, and other processes take no part")
+            _, where = self._monitor.kept(
+                report,
+                sequences=[f.row.tolist() for f in found],
+                prompt_lengths=[len(f.row) - len(f.drawn) for f in found],
+                rollout_logprobs=[torch.from_numpy(f.drawn) for f in found],
+                # A token that is not trained on counts as found again.
+                training_logprobs=[
+                    torch.from_numpy(np.where(f.wanted, f.trained, f.drawn)) for f in found
+                ],
+                sampling=sampling,
+                config=config,
+            )
         except (ValueError, RuntimeError, OSError) as error:  # shards, no memory, a full disk
             where = f"They were not saved for replay ({error}). "
         warnings.warn(
@@ -220,26 +227,24 @@ class RolloutDrift(TrainerCallback):
         for row, real, wanted, theirs, routed in zip(*parts, strict=True):
             row, wanted, theirs, routed = row[real], wanted[real], theirs[real], routed[real]
             first, end, count = len(wanted), 0, np.count_nonzero(wanted)
-            for start, sampled, place, experts in self._found(row, int(count)):
-                first, end = min(first, start), start + len(sampled)
-                chosen = wanted[start:end]
-                whole = _Row(row[:end], start, chosen, sampled.numpy(), theirs[start:end])
-                drawn = row[start:end][chosen].tolist()
-                if drawn:
-                    sides = (
-                        torch.from_numpy(side[chosen]) for side in (whole.drawn, whole.trained)
-                    )
-                    theirs_met = None
+            for start, drawn, place, experts in self._found(row, int(count)):
+                # TRL may have cut the last turn: the row ends within it.
+                first, end = min(first, start), min(start + len(drawn), len(row))
+                chosen, sides = wanted[start:end], (drawn[: end - start].numpy(), theirs[start:end])
+                if picked := row[start:end][chosen].tolist():
+                    sample = Sample(picked, place, *(torch.from_numpy(s[chosen]) for s in sides))
+                    ours_met, theirs_met = None, None
+                    if experts is not None:
+                        ours_met = experts[: end - start][torch.from_numpy(chosen)]
                     if batch.routing is not None:
                         theirs_met = torch.from_numpy(routed[start:end][chosen])
-                    ours_met = None if experts is None else experts[torch.from_numpy(chosen)]
-                    yield _Compared(Sample(drawn, place, *sides), whole, ours_met, theirs_met)
+                    yield _Compared(sample, ours_met, theirs_met, row[:end], chosen, *sides)
             # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
             self._uncompared += int(count - np.count_nonzero(wanted[first:end]))
 
     def _found(self, ids: np.ndarray, wanted: int) -> list[_Drawn]:
-        """Where sampled tokens begin in a row, and their logprobs; several turns if there are, of
-        which TRL may have cut the last."""
+        """What was sampled in a row: several turns if there are, of which TRL may have cut the
+        last."""
         whole = self._samples.get(row := ids.tobytes())
         if whole is not None and len(whole.logprobs) >= wanted:
             return [whole]
@@ -247,12 +252,11 @@ class RolloutDrift(TrainerCallback):
         keys = (ids[:length].tobytes() for length in sorted(lengths) if length <= len(ids))
         turns = [self._samples[key] for key in keys if key in self._samples]
         if whole is None:
-            longer = (sample for key, sample in self._samples.items() if key.startswith(row))
-            turns += [s.cut(len(ids) - s.start) for s in longer][:1]
+            turns += [sample for key, sample in self._samples.items() if key.startswith(row)][:1]
         return turns
 
 
-def _known(parts: list[Tensor | None]) -> list[Tensor] | None:
+def _known(parts: list[Any]) -> list[Tensor] | None:
     """Routing of one side; None where there is none. ValueError where only a part has it."""
     known = [part for part in parts if part is not None]
     if 0 < len(known) < len(parts):

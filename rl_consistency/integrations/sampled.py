@@ -46,10 +46,8 @@ def of_vllm(outputs: Iterable[Any]) -> Sampled:
             ids, logprobs = _field(sample, "token_ids"), _field(sample, "logprobs")
             _check_asked(logprobs, where, "SamplingParams(logprobs=0)")
             _check_length(ids, logprobs, where)
-            values = []
-            for token, candidates in zip(ids, logprobs, strict=True):
-                values.append(_field(_of(token, candidates, where), "logprob"))
-            found.add(ids, values)
+            drawn = (_of(token, among, where) for token, among in zip(ids, logprobs, strict=True))
+            found.add(ids, [_field(each, "logprob") for each in drawn])
     return found
 
 
@@ -75,10 +73,8 @@ def of_generate(output: Any, eos_token_id: int | Collection[int]) -> Sampled:
 
     ValueError if scores were not asked for, or it searched with beams.
     """
-    asked = "return_dict_in_generate=True, output_scores=True"
-    scores: Sequence[Tensor] | None = getattr(output, "scores", None)
-    _check_asked(scores, "generate", asked)
-    assert scores is not None
+    scores: Any = getattr(output, "scores", None)
+    _check_asked(scores, "generate", "return_dict_in_generate=True, output_scores=True")
     if getattr(output, "beam_indices", None) is not None:
         raise ValueError("generate searched with beams, whose scores are sums; set num_beams=1.")
     eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
@@ -111,14 +107,12 @@ def of_trl_backend(
         where = f"completion {place}"
         _check_length(ids, values, where)
         names = [[token] for token in ids] if candidates is None else candidates[place]
-        if any(len(row) != len(among) for row, among in zip(values, names, strict=True)):
+        if list(map(len, values)) != list(map(len, names)):
             raise ValueError(
                 f"{where} has logprobs of tokens that the backend does not name; set "
                 "vllm_generation.logprobs = 0."
             )
-        rows = [
-            dict(zip(among, row, strict=True)) for among, row in zip(names, values, strict=True)
-        ]
+        rows = (dict(zip(among, row)) for among, row in zip(names, values, strict=True))
         found.add(ids, [_of(token, row, where) for token, row in zip(ids, rows, strict=True)])
     return found
 

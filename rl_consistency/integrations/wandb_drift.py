@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_consistency.parity.drift import DriftReport, WorstToken, worst_tokens
-from rl_consistency.parity.histograms import ABS_DIFF, Histogram, split_counts
+from rl_consistency.parity.drift import WorstToken
+from rl_consistency.parity.histograms import ABS_DIFF, Histogram
 from rl_consistency.parity.metrics import WORST_TOKENS
-from rl_consistency.parity.monitor import FIRST, Seen
 
 if TYPE_CHECKING:
     import wandb
@@ -77,38 +75,3 @@ def _bars(histogram: Histogram, counts: Mapping[str, int]) -> tuple[np.ndarray, 
     width = (histogram.edges[at + 1] - histogram.exact) / 2
     inner = [*histogram.edges[: at + 1], histogram.exact + width, *histogram.edges[at + 1 : -1]]
     return bars, np.asarray([*inner, 2 * histogram.edges[-2]])
-
-
-class AttachedWandb:
-    """Adds to the wandb run of a trainer, where transformers has begun one.
-
-    Training does not need it: a full disk or a lost connection costs one warning.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._usable = True
-
-    def show(self, seen: Seen) -> None:
-        """Log histograms and the worst tokens with what the trainer logs next, and raise an alert
-        if tokens differ."""
-        trainer = self._trainer
-        if not (seen.counts and self._usable and "wandb" in trainer.args.report_to):
-            return
-        import wandb
-
-        if wandb.run is None:  # as on all processes but the first
-            return
-        report, message = DriftReport(**seen.reports[FIRST]), None
-        if report.mismatched_tokens or report.rerouted_tokens:
-            message = f"step {trainer.state.global_step}: {report.sentence()}"
-        rows = worst_tokens(seen.samples, trainer.processing_class.decode)
-        try:
-            log_drift(wandb.run, {}, split_counts(seen.counts)[1], rows, message, commit=False)
-        except (OSError, wandb.Error) as error:
-            self._usable = False
-            warnings.warn(
-                f"wandb shows no histograms and worst tokens from here on ({error}); training "
-                "goes on",
-                stacklevel=2,
-            )

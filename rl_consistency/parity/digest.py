@@ -50,14 +50,14 @@ def each_digest(tensors: Tensors) -> dict[str, str]:
         with whole_weights(tensors) as policy:
             return each_digest(dict(policy.named_parameters()))
     # One at a time: a mapping may gather a tensor when it is read.
-    each = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-    return {name: _one_digest(name, tensor)[:32] for name, tensor in each}
-
-
-def _one_digest(name: str, tensor: Tensor) -> str:
-    # A reduction has a price of its own, for which small tensors are copied and hashed.
-    small = tensor.nbytes <= SMALL
-    return parameter_digest({name: tensor}) if small else weights_digest([(name, tensor)])
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            # A reduction has a price of its own, for which small tensors are copied and hashed.
+            small = tensor.nbytes <= SMALL
+            digest = _digest({name: tensor}) if small else weights_digest([(name, tensor)])
+            found[name] = digest[:32]
+    return found
 
 
 def list_digest(parts: Sequence[Tensor]) -> str:
@@ -75,12 +75,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name]
         # A JSON header ends unambiguously and fixes how many bytes follow it.
         state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        content = _bytes(tensor)
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         # A NumPy view would keep FSDP2 from freeing the memory afterwards.
         state.update((ctypes.c_char * len(content)).from_address(content.data_ptr()))
     return state.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """[n] uint8 on the CPU; shares storage with a contiguous CPU tensor."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

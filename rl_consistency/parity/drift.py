@@ -7,20 +7,29 @@ Nothing that was scored is left out of any figure: a single NaN makes the means 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_consistency.parity.bytes import bits
-from rl_consistency.parity.metrics import DRIFT
 
 LogProbs = Tensor | Sequence[Tensor]
 
 RATIO_BAND = (0.8, 1.2)
 """An importance ratio outside this band counts towards the clip fraction."""
+
+FIGURES = {
+    **{n: n for n in ("tokens", "mismatched_tokens", "mismatch_fraction", "nonfinite_tokens")},
+    **{"logprob_abs_diff/mean": "mean_abs_diff", "logprob_abs_diff/max": "max_abs_diff"},
+    **{"ulp/mean": "mean_ulp", "ulp/max": "max_ulp", "kl/k1": "kl_k1", "kl/k3": "kl_k3"},
+    **{f"importance_ratio/{which}": f"ratio_{which}" for which in ("min", "mean", "max")},
+    "clip_fraction": "clip_fraction",
+}
+"""Name of a metric, below a prefix -> what it is in a `DriftReport`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +78,7 @@ class DriftReport:
 
     def metrics(self, prefix: str = "consistency") -> dict[str, float]:
         """The figures under the names they are logged by."""
-        found = {
-            f"{prefix}/{name}": getattr(self, metric.figure or name)
-            for name, metric in DRIFT.items()
-        }
+        found = {f"{prefix}/{name}": getattr(self, figure) for name, figure in FIGURES.items()}
         if self.rerouted_tokens is not None:
             found[f"{prefix}/rerouted_tokens"] = self.rerouted_tokens
         return found
@@ -136,41 +142,38 @@ def compare_logprobs(
         ValueError: shapes differ, no token is active, or one side alone has routing.
         TypeError: a logprob is not fp32 (the type both sides produce), or a mask is not integral.
     """
-    ours, theirs = _flat(rollout, "rollout"), _flat(training, "training")
-    _check_shapes(rollout, training, "rollout", "training")
+    ours, theirs = _sides(rollout, training)
     active = torch.ones_like(ours, dtype=torch.bool)
     if mask is not None:
-        _check_shapes(rollout, mask, "rollout", "mask")
-        active = _flat_mask(mask).to(ours.device)
+        active = _like(rollout, mask, "mask")
+        if active.dtype.is_floating_point or active.dtype.is_complex:
+            raise TypeError(f"the mask must be bool or integer, got {active.dtype}")
     index = active.nonzero().squeeze(1)
     if index.numel() == 0:
         raise ValueError(
             f"no active token among {ours.numel()} positions: there is nothing to compare. Check "
             "the loss mask, and that the completions are not all empty"
         )
-    report = _report(ours[index], theirs.to(ours.device)[index], index, positions=ours.numel())
     if routing is not None and (isinstance(routing, Tensor) or len(routing) != 2):
         raise ValueError("routing is a pair: that of the rollout, and that of training")
-    sides = zip(("rollout", "training"), routing or (None, None), strict=True)
-    known = {side: found for side, found in sides if found is not None}
-    if not known:
-        return report
-    if len(known) == 1:
+    met = [
+        None if found is None else _like(rollout, found, f"{side}'s routing")[index]
+        for side, found in zip(("rollout", "training"), routing or (None, None), strict=True)
+    ]
+    report = _report(ours[index], theirs[index], index, positions=ours.numel())
+    if met[0] is not None and met[1] is not None:
+        return replace(report, rerouted_tokens=int((met[0] != met[1]).sum()))
+    if met[0] is not met[1]:
         raise ValueError(
-            f"only the {next(iter(known))} has routing; give that of both sides, or of neither "
-            "where the model is dense"
+            f"only the {'rollout' if met[1] is None else 'training'} has routing; give that of "
+            "both sides, or of neither where the model is dense"
         )
-    for side, found in known.items():
-        _check_shapes(rollout, found, "rollout", f"{side}'s routing")
-    ours, theirs = (_joined(found).to(index.device)[index] for found in known.values())
-    return replace(report, rerouted_tokens=int((ours != theirs).sum()))
+    return report
 
 
 def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> list[int]:
     """Indices of the sequences with at least one mismatched token; one fp32 tensor per sequence."""
-    ours, theirs = _flat(rollout, "rollout"), _flat(training, "training")
-    _check_shapes(rollout, training, "rollout", "training")
-    each = _mismatched(ours, theirs.to(ours.device)).split([part.numel() for part in rollout])
+    each = _mismatched(*_sides(rollout, training)).split([part.numel() for part in rollout])
     return [i for i, found in enumerate(each) if bool(found.any())]
 
 
@@ -272,60 +275,47 @@ def _parts(values: LogProbs) -> list[Tensor]:
     return parts
 
 
-def _flat(values: LogProbs, side: str) -> Tensor:
-    parts = _parts(values)
-    for part in parts:
-        if part.dtype != torch.float32:
-            raise TypeError(
-                f"{side} logprobs must be torch.float32, got {part.dtype}; compare them uncast"
-            )
-    return _joined(parts)
-
-
 def _joined(values: LogProbs) -> Tensor:
     parts = _parts(values)
     return torch.cat([part.detach().reshape(-1) for part in parts]) if parts else torch.empty(0)
 
 
-def _flat_mask(mask: LogProbs) -> Tensor:
-    parts = _parts(mask)
-    for part in parts:
-        if part.dtype.is_floating_point or part.dtype.is_complex:
-            raise TypeError(f"the mask must be bool or integer, got {part.dtype}")
-    return torch.cat([part.reshape(-1) != 0 for part in parts])
+def _sides(rollout: LogProbs, training: LogProbs) -> tuple[Tensor, Tensor]:
+    """Both sides, flat, on the device of the first."""
+    theirs = _like(rollout, training, "training")
+    for side, values in (("rollout", rollout), ("training", training)):
+        for part in _parts(values):
+            if part.dtype != torch.float32:
+                raise TypeError(
+                    f"{side} logprobs must be torch.float32, got {part.dtype}; compare them uncast"
+                )
+    return _joined(rollout), theirs
 
 
-def _check_shapes(a: LogProbs, b: LogProbs, name_a: str, name_b: str) -> None:
-    if isinstance(a, Tensor) != isinstance(b, Tensor):
+def _like(rollout: LogProbs, other: LogProbs, name: str) -> Tensor:
+    """The other values, flat, on the rollout's device; ValueError for another shape than its."""
+    sides = _parts(rollout), _parts(other)
+    found: list[str] = []
+    if isinstance(rollout, Tensor) != isinstance(other, Tensor):
         # One side flat, one per sequence: only the totals can be compared.
-        count_a, count_b = (sum(part.numel() for part in _parts(side)) for side in (a, b))
-        if count_a != count_b:
-            raise ValueError(f"{name_a} has {count_a} tokens but {name_b} has {count_b}")
-        return
-    shapes_a, shapes_b = ([list(part.shape) for part in _parts(side)] for side in (a, b))
-    if len(shapes_a) != len(shapes_b):
-        raise ValueError(f"{name_a} has {len(shapes_a)} sequences but {name_b} has {len(shapes_b)}")
-    for index, (left, right) in enumerate(zip(shapes_a, shapes_b, strict=True)):
-        if left != right:
-            where = "" if isinstance(a, Tensor) else f" of sequence {index}"
-            raise ValueError(
-                f"{name_a} has shape {left} but {name_b} has {right}{where}; both sides must "
-                "hold the same tokens in the same order"
-            )
+        found = [f"{sum(part.numel() for part in side)} tokens" for side in sides]
+    elif len(sides[0]) != len(sides[1]):
+        found = [f"{len(side)} sequences" for side in sides]
+    else:
+        for i, pair in enumerate(zip(*sides, strict=True)):
+            if pair[0].shape != pair[1].shape:
+                where = "" if isinstance(rollout, Tensor) else f" in sequence {i}"
+                found = [f"shape {list(part.shape)}{where}" for part in pair]
+                break
+    if len({*found}) > 1:
+        raise ValueError(
+            f"rollout has {found[0]} but {name} has {found[1]}; both sides must hold the same "
+            "tokens in the same order"
+        )
+    return _joined(other).to(sides[0][0].device if sides[0] else "cpu")
 
 
-@dataclass
-class DriftTotals:
-    """Drift of everything compared so far: all micro-batches of a step, or all steps of a run."""
-
-    report: DriftReport | None = None
-
-    def add(self, report: DriftReport) -> None:
-        self.report = report if self.report is None else self.report.merge(report)
-
-    def state_dict(self) -> dict:
-        """Plain numbers, for a checkpoint."""
-        return {} if self.report is None else asdict(self.report)
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self.report = DriftReport(**state) if state else None
+def total_of(reports: Iterable[DriftReport | None]) -> DriftReport | None:
+    """The report of all these, in their order; None if there is none."""
+    known = [report for report in reports if report is not None]
+    return reduce(DriftReport.merge, known) if known else None

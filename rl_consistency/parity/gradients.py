@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ class Regrouping:
 
     def groups(self, count: int) -> Iterator[list[int]]:
         """Indices of each micro-batch, in logical order."""
-        start = turn = 0
-        while start < count:
-            end = min(start + self.sizes[turn % len(self.sizes)], count)
-            yield list(range(start, end))
-            start, turn = end, turn + 1
+        left = iter(range(count))
+        for size in cycle(self.sizes):
+            if not (group := list(islice(left, size))):
+                return
+            yield group
 
 
 WHOLE = Regrouping("all at once", (1 << 30,))
@@ -93,8 +94,7 @@ class GradientReport:
         return next((r.first_parameter for r in self.results if r.first_parameter), None)
 
     def failure(self) -> str | None:
-        """What the check found: the first regrouping and parameter that differ, or nothing to
-        compare; None if it passed."""
+        """The first regrouping and parameter that differ, or what proves nothing; None: passed."""
         if not self.elements:
             return "no gradient was compared: no parameter takes part in the loss"
         if self.non_finite:
@@ -150,7 +150,6 @@ def check_gradients(
     """
 
     def scores(i: int) -> bool:
-        """Whether a token of the sequence is scored."""
         if isinstance(loss_mask, Sequence):
             return any(loss_mask[i])
         return not isinstance(prompt_lengths, Sequence) or prompt_lengths[i] < len(sequences[i])
@@ -167,9 +166,8 @@ def check_gradients(
             for group in regrouping.groups(len(sequences)):
                 if regrouping is not WHOLE and not any(map(scores, group)):
                     continue  # it has no loss, and so no gradient
-                chosen = [sequences[i] for i in group]
                 device = next(policy.parameters()).device
-                inputs, mask = lay_out(chosen, regrouping.layout, device)
+                inputs, mask = lay_out(_of(group, sequences), regrouping.layout, device)
                 scored = token_logprobs(
                     policy,
                     inputs,
@@ -205,11 +203,8 @@ def _of(group: list[int], each: Any) -> Any:
 def _compare(name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]) -> RegroupingResult:
     differing: dict[str, int] = {}
     for parameter, present in (actual | expected).items():
-        if parameter in expected and parameter in actual:
-            pair = (gradients[parameter].float() for gradients in (expected, actual))
-            differing[parameter] = int(torch.ne(*map(bits, pair)).sum())
-        else:
-            differing[parameter] = present.numel()
+        pair = [bits(side[parameter].float()) for side in (expected, actual) if parameter in side]
+        differing[parameter] = int(torch.ne(*pair).sum()) if len(pair) == 2 else present.numel()
     return RegroupingResult(name, differing)
 
 

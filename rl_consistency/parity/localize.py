@@ -59,11 +59,8 @@ class OpDrift:
     takes part in the logprob of token p + 1."""
 
     def __str__(self) -> str:
-        layer = "" if self.layer is None else f" of layer {self.layer}"
-        where = (
-            "" if self.position is None else f", sequence {self.sequence}, token {self.position}"
-        )
-        return f"{self.op}{layer} ({self.module}), {self.pass_}: {self.what}{where}"
+        at = "" if self.position is None else f", sequence {self.sequence}, token {self.position}"
+        return f"{Tap(self.op, self.module).place}, {self.pass_}: {self.what}{at}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +148,13 @@ def localize(
     check_sides(between)
     policy = _policy(model)
     policies = policy, policy if other is None else _policy(other)
-    _check_alike(*policies)
+    ours, theirs = ({n: (*p.shape,) for n, p in each.named_parameters()} for each in policies)
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"the models of the two runs are not alike: {name} has shape {ours.get(name)} in "
+                f"the first, {theirs.get(name)} in the other (None: it is missing)."
+            )
     work = Work(sequences=sequences, prompt_lengths=prompt_lengths, sampling=sampling)
     _check(policy, work)
     backward = gradients and ROLLOUT not in between
@@ -211,25 +214,21 @@ def localized(model: nn.Module, path: Path, sampling: Sampling) -> str:
 def check_bundle(model: nn.Module, bundle: ReplayBundle) -> None:
     """ValueError, naming what differs, for another fingerprint or weights than the bundle's."""
     device = next(model.parameters()).device
-    here, stock = fingerprint(device), bundle.fingerprint.get("stock_ops")
+    here, stock = fingerprint(device), bundle.fingerprint.get("stock_ops", "none")
     if difference := here.difference(Fingerprint(bundle.fingerprint)):
+        remedy = ""
+        if here.entries["stock_ops"] != stock:
+            names = ",".join(f"-{op}" for op in stock.split(",")) if stock != "none" else "1"
+            remedy = f"; for its ops set RL_CONSISTENCY_STRICT={names}"
         raise ValueError(
             f"the bundle was written under another fingerprint: {'; '.join(difference)} (here != "
-            "then). Use the versions, device and settings it was written with"
-            f"{_strictness_of(bundle) if here.entries['stock_ops'] != stock else ''}."
+            f"then). Use the versions, device and settings it was written with{remedy}."
         )
     if (digest := parameter_digest(model)) != bundle.parameter_digest:
         raise ValueError(
             f"the bundle belongs to weights {bundle.parameter_digest[:16]}, these are "
             f"{digest[:16]} (SHA-256): another model, or another step of the run."
         )
-
-
-def _strictness_of(bundle: ReplayBundle) -> str:
-    """The setting under which the ops of a bundle run as they did."""
-    stock = bundle.fingerprint.get("stock_ops", "none")
-    names = "1" if stock == "none" else ",".join(f"-{op}" for op in stock.split(","))
-    return f"; for its ops set RL_CONSISTENCY_STRICT={names}"
 
 
 def check_sides(between: Sequence[str]) -> None:
@@ -244,16 +243,6 @@ def _policy(model: nn.Module) -> nn.Module:
     if any(is_shard(parameter) for parameter in policy.parameters()):
         raise ValueError("the parameters are shards; load the weights in one process.")
     return policy
-
-
-def _check_alike(model: nn.Module, other: nn.Module) -> None:
-    ours, theirs = ({n: (*p.shape,) for n, p in m.named_parameters()} for m in (model, other))
-    for name in ours | theirs:
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"the models of the two runs are not alike: {name} has shape {ours.get(name)} in "
-                f"the first, {theirs.get(name)} in the other (None: it is missing)."
-            )
 
 
 def _check(model: Any, work: Work) -> None:
@@ -280,12 +269,10 @@ def _drifts(
 ) -> Iterator[OpDrift]:
     """The drift of what both sides have: a fused op does not show the parts it is made of."""
     ends = list(accumulate(map(len, work.sequences)))
-    for tap in a:
-        if tap not in b:
+    for tap, x in a.items():
+        if (y := b.get(tap)) is None:
             continue
-        x, y = a[tap], b[tap]
-        differs = bits(x) != bits(y) if x.dtype == y.dtype else x != y
-        d = (x.double() - y.double()).masked_fill(~differs, 0.0)
+        differs, d = _difference(x, y)
         rms, size = (v.square().mean().sqrt().item() for v in (d, x.double()))
         tokens = sequence = position = None
         if x.dim() > 1:
@@ -294,13 +281,11 @@ def _drifts(
             if rows:
                 row = work.scored[rows[0]] if len(x) != ends[-1] else rows[0]
                 sequence = bisect_right(ends, row)
-                position = row - ([0, *ends][sequence])
+                position = row - [0, *ends][sequence]
         yield OpDrift(
             pass_=pass_,
-            op=tap.op,
             layer=tap.layer,
-            module=tap.module,
-            what=tap.what,
+            **tap._asdict(),
             elements=x.numel(),
             differing=int(differs.sum()),
             max_abs=d.abs().max().item(),
@@ -314,8 +299,7 @@ def _drifts(
 
 def _measured(a: Outcome, b: Outcome) -> dict[str, Any]:
     report = compare_logprobs(a.logprobs, b.logprobs)
-    differs = bits(a.logprobs) != bits(b.logprobs)
-    d = (a.logprobs.double() - b.logprobs.double()).masked_fill(~differs, 0.0)
+    _, d = _difference(a.logprobs, b.logprobs)
     return {
         "tokens": report.tokens,
         "mismatched_tokens": report.mismatched_tokens,
@@ -325,40 +309,38 @@ def _measured(a: Outcome, b: Outcome) -> dict[str, Any]:
     }
 
 
+def _difference(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the bytes differ, and the fp64 difference there."""
+    differs = bits(x) != bits(y) if x.dtype == y.dtype else x != y
+    return differs, (x.double() - y.double()).masked_fill(~differs, 0.0)
+
+
 def _ablation(policies: Sequence[Any], between: Sequence[str], work: Work) -> list[AblationRow]:
     """How the sides differ where one op runs unlike the others, op by op.
 
     Both sides run so; if one side is stock, only that one does.
     """
-    rows: list[AblationRow] = []
-    whole = frozenset(OPS)
-    for how in ("stock", "canonical"):
-        found = []
-        for op in ops_of(policies[0].config):
-            stock = frozenset((op,)) if how == "stock" else whole - {op}
-            choice = Strictness(stock)
-            mixed = [side for side in between if side == STOCK or STOCK not in between]
-            a, b = (
-                run_side(
-                    each,
-                    side,
-                    work,
-                    taps=False,
-                    gradients=False,
-                    choice=choice if side in mixed else None,
-                )
-                for each, side in zip(policies, between, strict=True)
-            )
-            found.append(AblationRow(op=op, mode=how, **_measured(a, b)))
-        rows += sorted(found, key=_drift_of, reverse=True)
-    return rows
 
+    def row(op: str, how: Literal["stock", "canonical"]) -> AblationRow:
+        mixed = Strictness(frozenset((op,)) if how == "stock" else frozenset(OPS) - {op})
+        own = (None if STOCK in between and side != STOCK else mixed for side in between)
+        a, b = (
+            run_side(each, side, work, taps=False, gradients=False, choice=choice)
+            for each, side, choice in zip(policies, between, own, strict=True)
+        )
+        return AblationRow(op=op, mode=how, **_measured(a, b))
 
-def _drift_of(row: AblationRow) -> tuple[float, float]:
-    """What rows are ranked by: the root mean square, since largest differences of a few ULP are
-    often equal, then the largest."""
-    rms, largest = (math.inf if math.isnan(v) else v for v in (row.rms, row.max_abs))
-    return rms, largest
+    def rank(row: AblationRow) -> tuple[bool, float, float]:
+        # The root mean square comes first: largest differences of a few ULP are often equal.
+        rms, largest = (math.inf if math.isnan(v) else v for v in (row.rms, row.max_abs))
+        return row.mode == "stock", rms, largest
+
+    ops = ops_of(policies[0].config)
+    return sorted(
+        (*(row(op, "stock") for op in ops), *(row(op, "canonical") for op in ops)),
+        key=rank,
+        reverse=True,
+    )
 
 
 def _plain(value: Any) -> Any:

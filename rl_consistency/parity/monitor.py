@@ -6,25 +6,22 @@ The trainers' loop feeds it through `ConsistencyHook`, trainers of TRL through `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.drift import (
     DriftReport,
-    DriftTotals,
     Sample,
-    WorstToken,
     compare_logprobs,
     mismatched_sequences,
-    worst_tokens,
+    total_of,
 )
 from rl_consistency.parity.foreign_drift import check_known, foreign_drift
 from rl_consistency.parity.histograms import drift_histograms
@@ -47,16 +44,12 @@ class Mismatch(NamedTuple):
     bundle: Path | None
     """Where this process saved the replay bundle."""
 
-    def worst(self, decode: Callable[[list[int]], str]) -> list[WorstToken]:
-        """The tokens that differ most."""
-        return worst_tokens(self.samples, decode)
-
 
 class Seen(NamedTuple):
     """What a process compared since it was last asked; plain data that processes exchange."""
 
-    reports: Mapping[str, Any]
-    """Prefix -> state of `DriftTotals`."""
+    reports: dict[str, DriftReport | None]
+    """By prefix."""
     counts: Counter[str]
     """Of `drift_histograms`."""
     samples: list[Sample]
@@ -76,18 +69,13 @@ class DriftMonitor:
     """The text of token ids, for a bundle's worst tokens; None leaves their texts out."""
     metrics_of: Sequence[str] = ()
     """Trainers whose drift metrics are logged too: see `foreign_drift`."""
-    total: DriftTotals = field(default_factory=DriftTotals)
-    """Drift of all first updates."""
+    total: DriftReport | None = None
+    """Drift of all first updates; None before the first."""
 
     def __post_init__(self) -> None:
         check_known(self.metrics_of)
         self._has_localized = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._since = {prefix: DriftTotals() for prefix in (FIRST, LATER)}
-        self._counts: Counter[str] = Counter()
-        self._samples: list[Sample] = []
+        self._seen = Seen({}, Counter(), [])
 
     def scored(
         self, samples: Sequence[Sample], routing: Routing = (None, None), *, prefix: str = FIRST
@@ -95,76 +83,56 @@ class DriftMonitor:
         """Compare samples that training has scored. `routing` is that of their tokens."""
         sides = [s.rollout for s in samples], [s.training for s in samples]
         report = compare_logprobs(*sides, routing=routing)
-        self._since[prefix].add(report)
+        seen = self._seen
+        seen.reports[prefix] = total_of([seen.reports.get(prefix), report])
         if prefix == FIRST:
-            self.total.add(report)
-            self._counts.update(drift_histograms(*sides))
+            self.total = total_of([self.total, report])
+            seen.counts.update(drift_histograms(*sides))
             if self.metrics_of:
-                self._samples += samples
+                seen.samples.extend(samples)
             elif not report.passed:
-                self._samples += [samples[i] for i in mismatched_sequences(*sides)]
+                seen.samples.extend(samples[i] for i in mismatched_sequences(*sides))
         return report
 
     def take(self) -> Seen:
         """What was compared since the last call."""
-        reports = {prefix: totals.state_dict() for prefix, totals in self._since.items()}
-        seen = Seen(reports, self._counts, self._samples)
-        self._forget()
+        seen, self._seen = self._seen, Seen({}, Counter(), [])
         return seen
 
     def metrics(self, everyone: Iterable[Seen]) -> tuple[dict[str, float], Seen]:
         """What is logged of that, with its joined counts and samples, from all processes."""
-        totals = {prefix: DriftTotals() for prefix in (FIRST, LATER)}
-        counts: Counter[str] = Counter()
-        samples: list[Sample] = []
-        for seen in everyone:
-            for prefix, state in seen.reports.items():
-                if state:
-                    totals[prefix].add(DriftReport(**state))
-            counts.update(seen.counts)
-            samples += seen.samples
+        all_seen = list(everyone)
+        reports = {p: total_of(seen.reports.get(p) for seen in all_seen) for p in (FIRST, LATER)}
+        counts = sum((seen.counts for seen in all_seen), Counter[str]())
+        samples = [sample for seen in all_seen for sample in seen.samples]
         figures: dict[str, float] = {}
-        for prefix, found in totals.items():
-            figures |= found.report.metrics(prefix) if found.report else {}
+        for prefix, report in reports.items():
+            figures |= report.metrics(prefix) if report else {}
         if self.metrics_of and samples:
             sides = [s.rollout for s in samples], [s.training for s in samples]
             figures |= foreign_drift(self.metrics_of, *sides)
-        return figures, Seen({p: t.state_dict() for p, t in totals.items()}, counts, samples)
+        return figures, Seen(reports, counts, samples)
 
     def kept(
-        self,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
-        rollout: Sequence[Tensor],
-        training: Sequence[Tensor],
-        *,
-        sampling: Sampling,
-        config: Mapping[str, Any],
+        self, report: DriftReport, *, sampling: Sampling, **batch: Any
     ) -> tuple[Path | None, str]:
         """Save the sequences that differ as a replay bundle, and localize the first bundle.
 
-        Returns its path and a sentence for the message of the mismatch: where drift begins, or why
-        that is not known. The sentence is empty for later bundles. Errors are those of
-        `save_replay_bundle`.
+        Returns its path, and what the message of the mismatch says of it: where it is and, of the
+        first, where drift begins or why that is not known. `batch`, with its config, and errors
+        are those of `save_replay_bundle`.
         """
+        if not report.mismatched_tokens:
+            return None, "Replay bundle: none, since no logprob differs. "
         if self.replay_dir is None:
-            return None, ""
+            return None, "Replay bundle: saved by rank 0. "
         bundle = save_replay_bundle(
             self.replay_dir,
-            sequences=sequences,
-            rollout_logprobs=rollout,
-            training_logprobs=training,
-            prompt_lengths=prompt_lengths,
-            config=config,
+            **batch,
             parameter_digest=parameter_digest(self.model),
-            fingerprint=fingerprint(_device(self.model)),
+            fingerprint=fingerprint(next(self.model.parameters()).device),
             decode=self.decode,
         )
-        if self._has_localized:
-            return bundle, ""
-        self._has_localized = True
-        return bundle, localized(self.model, bundle, sampling)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+        first, self._has_localized = not self._has_localized, True
+        where = localized(self.model, bundle, sampling) if first else ""
+        return bundle, f"Replay bundle: {bundle}. {where}"

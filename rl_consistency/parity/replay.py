@@ -89,12 +89,9 @@ def save_replay_bundle(
     Args:
         directory: where bundles of the run go; made if missing. A bundle is named by its content,
             so that saving the same one again gives the same path.
-        sequences: all sequences of the batch, token ids; the next three lists run parallel to it.
-        rollout_logprobs: fp32 per sequence.
-        training_logprobs: fp32 per sequence.
-        prompt_lengths: prompt tokens per sequence.
+        sequences: with the next three lists and the digest, as in `ReplayBundle`, but of all
+            sequences of the batch.
         config: plain values, as JSON can hold them.
-        parameter_digest: of the weights under which both sides ran.
         fingerprint: of the run.
         decode: the text of token ids, for those of the worst tokens; None leaves texts out.
 
@@ -103,12 +100,11 @@ def save_replay_bundle(
         TypeError: a configuration JSON cannot hold.
         OSError: the disk is full or not writable; nothing is left behind.
     """
-    if not len(sequences) == len(prompt_lengths) == len(rollout_logprobs) == len(training_logprobs):
-        raise ValueError(
-            f"got {len(sequences)} sequences, {len(prompt_lengths)} prompt lengths, "
-            f"{len(rollout_logprobs)} rollout and {len(training_logprobs)} training logprobs; "
-            "there must be one of each per sequence"
-        )
+    sides = {"rollout": rollout_logprobs, "training": training_logprobs}
+    given = {"sequences": sequences, "prompt lengths": prompt_lengths, **sides}
+    if len({len(part) for part in given.values()}) > 1:
+        found = ", ".join(f"{len(part)} {name}" for name, part in given.items())
+        raise ValueError(f"got {found} logprobs; there must be one of each per sequence")
     offending = mismatched_sequences(rollout_logprobs, training_logprobs)
     if not offending:
         raise ValueError("no sequence differs: there is nothing to replay")
@@ -123,43 +119,30 @@ def save_replay_bundle(
         "fingerprint": dict(fingerprint.entries),
         "fingerprint_digest": fingerprint.digest,
     }
-    files = {
-        "bundle.json": json.dumps(content, indent=1).encode(),
-        "logprobs.safetensors": save(
-            {
-                "rollout": _joined(rollout_logprobs, offending),
-                "training": _joined(training_logprobs, offending),
-            }
-        ),
+    flat = {
+        side: torch.cat([parts[i].detach().cpu().reshape(-1) for i in offending])
+        for side, parts in sides.items()
     }
-    name = _name(files)
+    text = json.dumps(content, indent=1).encode()
+    files: dict[str, bytes] = {"bundle.json": text, "logprobs.safetensors": save(flat)}
+    target = Path(directory) / _name(files)
     if decode is not None:
-        parts = zip(sequences, prompt_lengths, rollout_logprobs, training_logprobs, strict=True)
-        samples = [Sample(ids[n:], (0, 0), *sides) for ids, n, *sides in parts]
+        parts = zip(*given.values(), strict=True)
+        samples = [Sample(ids[n:], (0, 0), *pair) for ids, n, *pair in parts]
         worst = worst_tokens(samples, lambda ids: str(int(ids[0])))
         texts = {row.token: decode([int(row.token)]) for row in worst}
         files[TEXTS] = json.dumps(texts, indent=1).encode()
-    return _write(Path(directory), name, files)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.is_dir():
+        with unfinished(target.parent) as place:
+            for file, data in files.items():
+                (place / file).write_bytes(data)
+            replace(place, target)
+    return target
 
 
 def _name(files: Mapping[str, bytes]) -> str:
     return f"bundle-{hashlib.sha256(bytes(1).join(files.values())).hexdigest()[:16]}"
-
-
-def _joined(parts: Sequence[Tensor], indices: list[int]) -> Tensor:
-    return torch.cat([parts[i].detach().cpu().reshape(-1) for i in indices])
-
-
-def _write(parent: Path, name: str, files: dict[str, bytes]) -> Path:
-    target = parent / name
-    parent.mkdir(parents=True, exist_ok=True)
-    if target.is_dir():
-        return target
-    with unfinished(parent) as place:
-        for file, data in files.items():
-            (place / file).write_bytes(data)
-        replace(place, target)
-    return target
 
 
 def load_replay_bundle(path: str | os.PathLike[str]) -> ReplayBundle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -30,12 +31,11 @@ LAYOUTS: dict[str, Layout] = {
     "one_by_one": "packed",
     "again": "packed",
 }
-"""Other layouts of training, and training a second time."""
+"""Other layouts of training, and training again."""
 SIDES = (ROLLOUT, TRAINING, STOCK, *LAYOUTS)
 """Prompts read at once and completions decoded token by token through a paged cache; one packed
 batch; the same with every op on its stock path; the other layouts."""
 
-ALL_STOCK = Strictness(frozenset(OPS))
 BLOCK_SIZE = 16
 LOGPROBS = Tap("token_logprobs", LM_HEAD)
 _LOGIT_ROWS = 256  # at a time: logits of all tokens may be larger than the model
@@ -52,17 +52,10 @@ class Work:
     @property
     def scored(self) -> list[int]:
         """The token before each scored one, counted over all sequences one after another."""
-        found: list[int] = []
-        first = 0
-        for length, prompt in zip(map(len, self.sequences), self.prompt_lengths, strict=True):
-            found += range(first + prompt - 1, first + length - 1)
-            first += length
-        return found
-
-    def rows(self, count: int, device: torch.device) -> SamplingRows:
-        names = ("temperature", "top_k", "top_p", "min_p")
-        given = {n: getattr(self.sampling, n) for n in names} if self.sampling else {}
-        return SamplingRows.uniform(count, **given, device=device)
+        ends = accumulate(map(len, self.sequences))
+        parts = zip(ends, self.sequences, self.prompt_lengths, strict=True)
+        spans = (range(end - len(ids) + prompt - 1, end - 1) for end, ids, prompt in parts)
+        return [*chain.from_iterable(spans)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +85,7 @@ def run_side(
     one per token. Gradients found before are put back.
     """
     if side == STOCK and choice is None:
-        choice = ALL_STOCK
+        choice = Strictness(frozenset(OPS))
     lengths = [len(sequence) for sequence in work.sequences]
     gradients = gradients and side != ROLLOUT and _can_train(model)
     with (
@@ -121,43 +114,41 @@ def _can_train(model: Any) -> bool:
 
 def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
     """Logprobs and most likely tokens, the prompts in one call and the rest token by token."""
-    pairs = zip(work.sequences, work.prompt_lengths, strict=True)
+    given, names = work.sequences, ("temperature", "top_k", "top_p", "min_p")
+    sampling = {n: getattr(work.sampling, n) for n in names} if work.sampling else {}
+    pairs = zip(given, work.prompt_lengths, strict=True)
     schedules = [[prompt, *[1] * (len(ids) - prompt)] for ids, prompt in pairs]
-    logprobs: list[list[Tensor]] = [[] for _ in schedules]
-    choices: list[list[Tensor]] = [[] for _ in schedules]
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in schedules]
     for call in paged_calls(schedules, block_size=BLOCK_SIZE, **cache_arguments(model)):
-        ids = [t for i, a, b in call.spans for t in work.sequences[i][a:b]]
+        ids = [t for i, a, b in call.spans for t in given[i][a:b]]
         positions = [p for _, a, b in call.spans for p in range(a, b)]
         both = torch.tensor([ids, positions], device=model.device)
         taps.members = [i for i, _, _ in call.spans]
         hidden = paged_hidden_states(model, both[0], both[1], call.paged)
         ends = zip(call.spans, call.paged.query_starts, call.paged.query_lens, strict=True)
-        going = [(i, b, row + n - 1) for (i, _, b), row, n in ends if b < len(work.sequences[i])]
+        going = [(i, given[i][b], row + n - 1) for (i, _, b), row, n in ends if b < len(given[i])]
         if not going:
             continue
-        owners, ends, rows = map(list, zip(*going, strict=True))
+        owners, targets, rows = zip(*going, strict=True)
         logits = next_token_logits(model, hidden[torch.tensor(rows, device=hidden.device)])
-        targets = [work.sequences[i][end] for i, end in zip(owners, ends, strict=True)]
-        behaviour = distribution(logits, work.rows(len(rows), logits.device))
-        found = behaviour.logprobs_of(torch.tensor(targets, device=logits.device)).cpu()
-        for i, logprob, best in zip(owners, found, logits.argmax(dim=1).cpu(), strict=True):
-            logprobs[i].append(logprob)
-            choices[i].append(best)
-    flat = [[value for own in kept for value in own] for kept in (logprobs, choices)]
-    return torch.stack(flat[0]), torch.stack(flat[1])
+        drawn = SamplingRows.uniform(len(rows), **sampling, device=logits.device)
+        behaviour = distribution(logits, drawn)
+        logprobs = behaviour.logprobs_of(torch.tensor(targets, device=logits.device)).cpu()
+        for i, *pair in zip(owners, logprobs, logits.argmax(dim=1).cpu(), strict=True):
+            found[i].append((pair[0], pair[1]))
+    logprobs, choices = zip(*(pair for own in found for pair in own), strict=True)
+    return torch.stack(logprobs), torch.stack(choices)
 
 
 def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) -> Tensor:
     """Logprobs [scored], after a backward pass if gradients are wanted."""
-    together = range(len(work.sequences))
-    groups = [[i] for i in together] if side == "one_by_one" else [list(together)]
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(len(work.scored), generator=generator).to(model.device)
+    count = len(work.sequences)
+    weights = torch.randn(len(work.scored), generator=torch.Generator().manual_seed(0))
     if gradients:
         model.zero_grad(set_to_none=True)
     logprobs: list[Tensor] = []
     first = 0
-    for taps.members in groups:
+    for taps.members in [[i] for i in range(count)] if side == "one_by_one" else [range(count)]:
         sequences = [work.sequences[i] for i in taps.members]
         inputs, mask = lay_out(sequences, LAYOUTS.get(side, "packed"), model.device)
         prompts = [work.prompt_lengths[i] for i in taps.members]
@@ -167,7 +158,7 @@ def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) 
                 model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=work.sampling
             ).logprobs
             if gradients:
-                (found * weights[first : first + len(found)]).sum().backward()
+                (found * weights[first : first + len(found)].to(found)).sum().backward()
         first += len(found)
         logprobs.append(found.detach().cpu())
     return torch.cat(logprobs)
@@ -176,10 +167,8 @@ def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) 
 @torch.no_grad()
 def _choices(model: Any, hidden: Tensor) -> Tensor:
     """[n] most likely next tokens of hidden states [n, H]."""
-    parts = hidden.split(_LOGIT_ROWS)
-    return torch.cat(
-        [next_token_logits(model, h.to(model.device)).argmax(dim=1).cpu() for h in parts]
-    )
+    logits = (next_token_logits(model, h.to(model.device)) for h in hidden.split(_LOGIT_ROWS))
+    return torch.cat([rows.argmax(dim=1).cpu() for rows in logits])
 
 
 @dataclass(frozen=True)
@@ -193,14 +182,8 @@ class PagedCall:
 
 def cache_arguments(model: Any) -> dict[str, Any]:
     """The arguments of `paged_calls` that a model's cache has."""
-    layers, kv_heads, head_dim = cache_sizes(model)
-    return {
-        "num_layers": layers,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "dtype": model.dtype,
-        "device": model.device,
-    }
+    sizes = dict(zip(("num_layers", "kv_heads", "head_dim"), cache_sizes(model), strict=True))
+    return {**sizes, "dtype": model.dtype, "device": model.device}
 
 
 def paged_calls(
@@ -212,15 +195,13 @@ def paged_calls(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> Iterator[PagedCall]:
     """The calls that feed some sequences part by part, their blocks scattered over a cache of NaN.
 
-    `schedules` are the sizes of each sequence's parts; call i holds every sequence's part i. `seed`
-    is of the placement of the blocks, which hold `block_size` tokens each.
+    `schedules` are the sizes of each sequence's parts; call i holds every sequence's part i.
     """
     needed = [-(-sum(parts) // block_size) for parts in schedules]
-    placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
+    placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0))
     tables = [part.tolist() for part in placement.split(needed)]
     size = (sum(needed), block_size, kv_heads, head_dim)
     key_cache, value_cache = (

@@ -63,30 +63,31 @@ def shadow_stock_path(
         batch_size: sequences of one decode batch, fewer where a GPU has no room for their logits.
         micro_batch_size: sequences of one forward and backward pass; None leaves training out.
     """
-    decoded: list[Tensor] = []
-    scored: list[Tensor] = []
-    experts: tuple[list[Tensor], list[Tensor]] = [], []
-    rollout_seconds = 0.0
-    training_seconds = None
+    sides: tuple[list[_Scored], list[_Scored]] = [], []
+    rollout_seconds, training_seconds = 0.0, None
+    scale = temperature or 1.0
     with session.stock() as model, _experts_of_any_width(model):
         device = next(model.parameters()).device
-        batches = _batches(model, sequences, prompt_lengths, batch_size)
         # In training mode gradient checkpointing would throw the KV cache away.
         with mode(model, training=False), torch.no_grad():
-            for chunk, prompts in batches:
+            for batch in _batches(model, sequences, prompt_lengths, batch_size):
                 started = finished_seconds(device)
-                with stock_routing(model) as routed:
-                    decoded += _decode(model, chunk, prompts, temperature or 1.0)
+                sides[0].append(_decode(model, batch, scale))
                 rollout_seconds += finished_seconds(device) - started
-                experts[0].extend(_of_decoding(routed, chunk, prompts))
-                with stock_routing(model) as routed:
-                    scored += _score(model, chunk, prompts, temperature or 1.0)
-                experts[1].extend(_of_scoring(routed, chunk, prompts))
+                sides[1].append(_score(model, batch, scale))
         if micro_batch_size is not None:
             batches = _batches(model, sequences, prompt_lengths, micro_batch_size)
-            training_seconds = _training_seconds(model, batches, temperature or 1.0)
+            with mode(model, training=True), gradients_kept(model):
+                model.zero_grad(set_to_none=True)
+                started = finished_seconds(device)
+                for batch in batches:
+                    (-torch.cat(_score(model, batch, scale)[0]).mean()).backward()
+                training_seconds = finished_seconds(device) - started
+    parts = [[t for batch in side for t in batch[of]] for of in (0, 1) for side in sides]
+    decoded, scored, *experts = parts
+    routing = (experts[0], experts[1]) if experts[0] else None
     return StockShadow(
-        drift=compare_logprobs(decoded, scored, routing=experts if any(experts) else None),
+        drift=compare_logprobs(decoded, scored, routing=routing),
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )
@@ -111,33 +112,23 @@ def _experts_of_any_width(model: Any) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-_Batch = tuple[list[list[int]], list[int]]
+_Batch = list[tuple[list[int], int]]
+"""Sequences, each with its prompt's length."""
+_Scored = tuple[list[Tensor], list[Tensor]]
+"""[completion length] of each sequence: fp32 logprobs, and routing (no tensor in a dense model)."""
 
 
 def _batches(
     model: Any, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], size: int
 ) -> list[_Batch]:
-    """(sequences, prompt lengths), `size` at a time or as many as have room for their logits."""
+    """`size` sequences at a time, or as many as have room for their logits."""
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         longest = max(len(sequence) for sequence in sequences)
         each = longest * model.config.vocab_size * model.dtype.itemsize
         size = max(1, min(size, int(free * SHARE_FOR_LOGITS) // each))
-    return [
-        ([list(s) for s in sequences[start : start + size]], list(prompt_lengths[start:][:size]))
-        for start in range(0, len(sequences), size)
-    ]
-
-
-def _training_seconds(model: Any, batches: list[_Batch], temperature: float) -> float:
-    """Seconds of one forward and backward pass per batch, gradients accumulated."""
-    with mode(model, training=True), gradients_kept(model):
-        model.zero_grad(set_to_none=True)
-        started = finished_seconds(model.device)
-        for chunk, prompts in batches:
-            logprobs = torch.cat(_score(model, chunk, prompts, temperature))
-            (-logprobs.mean()).backward()
-        return finished_seconds(model.device) - started
+    pairs = [(list(s), prompt) for s, prompt in zip(sequences, prompt_lengths, strict=True)]
+    return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
 
 @contextmanager
@@ -151,74 +142,47 @@ def mode(model: Any, *, training: bool) -> Iterator[None]:
         model.train(before)
 
 
-def _score(
-    model: Any, sequences: list[list[int]], prompts: list[int], temperature: float
-) -> list[Tensor]:
-    ids, mask = lay_out(sequences, "right_padded", model.device)
+def _score(model: Any, batch: _Batch, temperature: float) -> _Scored:
+    ids, mask = lay_out([s for s, _ in batch], "right_padded", model.device)
     assert isinstance(ids, Tensor)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return [
-        _picked(logits[i, prompt - 1 : len(s) - 1], ids[i, prompt : len(s)], temperature)
-        for i, (s, prompt) in enumerate(zip(sequences, prompts, strict=True))
+    with stock_routing(model) as routed:
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    rows = [slice(n - 1, len(s) - 1) for s, n in batch]
+    logprobs = [
+        _picked(logits[i, rows[i]], ids[i, n : len(s)], temperature)
+        for i, (s, n) in enumerate(batch)
     ]
+    met = [routing.view(len(ids), -1) for routing in routed]
+    return logprobs, [each[i, scored] for each in met for i, scored in enumerate(rows)]
 
 
-def _decode(
-    model: Any, sequences: list[list[int]], prompts: list[int], temperature: float
-) -> list[Tensor]:
-    device = model.device
-    only_prompts = [s[:prompt] for s, prompt in zip(sequences, prompts, strict=True)]
-    ids, mask = lay_out(only_prompts, "left_padded", device)
+def _decode(model: Any, batch: _Batch, temperature: float) -> _Scored:
+    ids, mask = lay_out([s[:prompt] for s, prompt in batch], "left_padded", model.device)
     assert isinstance(ids, Tensor) and mask is not None
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    longest = max(len(s) - prompt for s, prompt in batch)
+    # Finished sequences repeat their last token.
+    given = [[*s[prompt:], *s[-1:] * (longest - len(s) + prompt)] for s, prompt in batch]
     steps: list[Tensor] = []
-    for tokens in _teacher_forced(sequences, prompts, device):
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        output = model(**inputs, past_key_values=cache, use_cache=True)
-        steps.append(_picked(output.logits[:, -1], tokens, temperature))
-        ids = tokens.unsqueeze(1)
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        positions = positions[:, -1:] + 1
-    rows = zip(torch.stack(steps, dim=1), sequences, prompts, strict=True)
-    return [row[: len(s) - prompt] for row, s, prompt in rows]
+    with stock_routing(model) as routed:
+        for tokens in torch.tensor(given, device=model.device).unbind(dim=1):
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            output = model(**inputs, past_key_values=cache, use_cache=True)
+            steps.append(_picked(output.logits[:, -1], tokens, temperature))
+            ids = tokens.unsqueeze(1)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            positions = positions[:, -1:] + 1
+    met = [rows.view(len(batch), -1)[:, -1] for rows in routed]
 
+    def of_each(columns: list[Tensor]) -> list[Tensor]:
+        rows = torch.stack(columns, dim=1) if columns else ()
+        return [row[: len(s) - prompt] for row, (s, prompt) in zip(rows, batch)]
 
-def _teacher_forced(
-    sequences: list[list[int]], prompts: list[int], device: torch.device
-) -> Iterator[Tensor]:
-    """[B] the next given token of each sequence; finished ones repeat their last token."""
-    completions = [s[prompt:] for s, prompt in zip(sequences, prompts, strict=True)]
-    longest = max(len(c) for c in completions)
-    filled = [[*c, *c[-1:] * (longest - len(c))] for c in completions]
-    yield from torch.tensor(filled, device=device).unbind(dim=1)
+    return of_each(steps), of_each(met)
 
 
 def _picked(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """[n] fp32 logprob of one token per row of logits [n, V]."""
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)
     return logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-
-def _of_scoring(
-    routed: list[Tensor], sequences: list[list[int]], prompts: list[int]
-) -> list[Tensor]:
-    """[completion length] of each sequence: the routing of the rows that give its logprobs."""
-    if not routed:
-        return []
-    (rows,) = routed
-    return [
-        row[prompt - 1 : len(s) - 1]
-        for row, s, prompt in zip(rows.view(len(sequences), -1), sequences, prompts, strict=True)
-    ]
-
-
-def _of_decoding(
-    routed: list[Tensor], sequences: list[list[int]], prompts: list[int]
-) -> list[Tensor]:
-    """[completion length] of each sequence: the routing of the last row of each step."""
-    if not routed:
-        return []
-    steps = torch.stack([rows.view(len(sequences), -1)[:, -1] for rows in routed], dim=1)
-    rows = zip(steps, sequences, prompts, strict=True)
-    return [row[: len(s) - prompt] for row, s, prompt in rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -61,9 +62,12 @@ class Tap(NamedTuple):
         parts = self.module.split(".")
         return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
 
+    @property
+    def place(self) -> str:
+        return f"{self.op}{'' if self.layer is None else f' of layer {self.layer}'} ({self.module})"
+
     def __str__(self) -> str:
-        where = "" if self.layer is None else f" of layer {self.layer}"
-        return f"{self.op}{where} ({self.module}), {self.what}"
+        return f"{self.place}, {self.what}"
 
 
 FINAL_NORM = Tap("rms_norm", "model.norm")
@@ -116,11 +120,11 @@ class Taps:
         """The next reports are of a call of so many rows in this layout."""
         rows: list[int] = []
         tokens: list[int] = []
-        spans = zip(layout.query_starts, layout.query_lens, layout.context_lens, strict=True)
-        for member, (start, queries, context) in zip(self.members, spans, strict=True):
+        spans = layout.query_starts, layout.query_lens, layout.context_lens
+        for member, start, queries, context in zip(self.members, *spans, strict=True):
             rows += range(start, start + queries)
-            first = self._firsts[member] + context - queries
-            tokens += range(first, first + queries)
+            end = self._firsts[member] + context
+            tokens += range(end - queries, end)
         self._rows, self._tokens = torch.tensor(rows), torch.tensor(tokens)
         self._num_rows = num_rows
 
@@ -153,27 +157,28 @@ class Taps:
             self._backward.setdefault(tap, [])
             self._parameters[tap] = parameter
 
-    # The wrappers, one for each method that computes something.
+    def reporting(self, report: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that reports where its module is of the tapped model."""
 
-    def _call(
-        self,
-        run: Callable[..., Any],
-        model: Any,
-        ids: Tensor,
-        positions: Tensor,
-        layout: Any,
-        rows: Tensor | None = None,
-    ) -> Any:
-        if model not in self._names:
-            return run(model, ids, positions, layout, rows)
+        def call(module: nn.Module, *args: Any, **named: Any) -> Any:
+            name = self._names.get(module)
+            known = run if name is None else partial(report, run, name)
+            return known(module, *args, **named)
+
+        return call
+
+    # The wrappers, one for each method that computes something: `run` is the method, `name` that of
+    # the module.
+
+    def _call(self, run: Callable[..., Any], _: str, model: Any, *call: Any) -> Any:
+        ids, _, layout, *rows = call
         self.begin(layout, ids.shape[0])
         # All rows are taken, in every layer.
-        found = run(model, ids, positions, layout)
-        return found if rows is None else found.index_select(0, rows)
+        found = run(model, *call[:3])
+        return found.index_select(0, rows[0]) if rows and rows[0] is not None else found
 
-    def _leaf(self, run: Callable[..., Any], module: Any, x: Tensor) -> Any:
-        name = self._names.get(module)
-        if name is None or name == LM_HEAD or module is self._inside:
+    def _leaf(self, run: Callable[..., Any], name: str, module: Any, x: Tensor) -> Any:
+        if name == LM_HEAD or module is self._inside:
             return run(module, x)
         around, _, last = name.rpartition(".")
         if last in _FEEDS:
@@ -188,23 +193,17 @@ class Taps:
         self.gave(Tap(module.op, name), out, self._reader(around, last))
         return out
 
-    def _gated(
-        self, run: Callable[..., Any], down: Any, gate: Tensor, up: Tensor, activation: str
-    ) -> Any:
-        if (name := self._names.get(down)) is None:
-            return run(down, gate, up, activation)
+    def _gated(self, run: Callable[..., Any], name: str, down: Any, *gated: Any) -> Any:
         around = name.rpartition(".")[0]
         with torch.no_grad():
-            self.gave(Tap("glu", around), modules.glu(gate, up, activation))
+            self.gave(Tap("glu", around), modules.glu(*gated))
         self._finished = around.rpartition(".")[0]
         self.of_parameters(down.op, down)
-        out = run(down, gate, up, activation)
+        out = run(down, *gated)
         self.gave(Tap(down.op, name), out)
         return out
 
-    def _route(self, run: Callable[..., Any], router: Any, x: Tensor) -> Any:
-        if (name := self._names.get(router)) is None:
-            return run(router, x)
+    def _route(self, run: Callable[..., Any], name: str, router: Any, x: Tensor) -> Any:
         self.of_parameters("router", router)
         logits, weights, ids = run(router, self.given(Tap("router", name), x))
         block = name.rpartition(".")[0]
@@ -214,9 +213,9 @@ class Taps:
         self.sends_back(Tap("experts", f"{block}.experts", f"{OF_INPUT} weights"), weights)
         return logits, weights, ids
 
-    def _routed(self, run: Callable[..., Any], experts: Any, x: Tensor, *rest: Any, **named: Any):
-        if (name := self._names.get(experts)) is None:
-            return run(experts, x, *rest, **named)
+    def _routed(
+        self, run: Callable[..., Any], name: str, experts: Any, x: Tensor, *rest: Any, **named: Any
+    ) -> Any:
         self.of_parameters("experts", experts)
         out = run(experts, self.given(Tap("experts", name), x), *rest, **named)
         self.gave(Tap("experts", name), out)
@@ -234,10 +233,9 @@ class Taps:
             return Tap("rotary", around, f"{OF_INPUT} from {last}")
         return None
 
-    def _addition(self, run: Callable[..., Any], norm: Any, x: Tensor, residual: Tensor) -> Any:
-        name = self._names.get(norm)
-        if name is None:
-            return run(norm, x, residual)
+    def _addition(
+        self, run: Callable[..., Any], name: str, norm: Any, x: Tensor, residual: Tensor
+    ) -> Any:
         self.of_parameters("rms_norm", norm)
         x = self.given(Tap("rms_norm", name), x)
         self._inside = norm
@@ -250,14 +248,13 @@ class Taps:
         self.gave(Tap("rms_norm", name), normed, self._reader(around, last))
         return normed, total
 
-    def _inputs(self, run: Callable[..., Any], attention: Any, *args: Any) -> Any:
-        self._attention = name = self._names.get(attention, "")
+    def _inputs(self, run: Callable[..., Any], name: str, attention: Any, *args: Any) -> Any:
+        self._attention = name
         q, k, v = run(attention, *args)
-        if not name:
-            return q, k, v
         for part, value in (("q", q), ("k", k)):
             reader = Tap("attention", name, f"{OF_INPUT} {part}")
             self.gave(Tap("rotary", name, f"{OUTPUT} {part}"), value, reader)
+        self._attention = ""
         return q, k, v
 
     def _heads(
@@ -265,12 +262,10 @@ class Taps:
     ) -> Any:
         if self._attention and norms is not None:
             # The fused op keeps what its norms give to itself.
-            for part, x, weight, eps in (
-                ("q", q, norms.q_weight, norms.q_eps),
-                ("k", k, norms.k_weight, norms.k_eps),
-            ):
-                tap = Tap("rms_norm", f"{self._attention}.{part}_norm")
-                self.gave(tap, rms_norm(x, weight, eps))
+            q_normed = rms_norm(q, norms.q_weight, norms.q_eps)
+            k_normed = rms_norm(k, norms.k_weight, norms.k_eps)
+            self.gave(Tap("rms_norm", f"{self._attention}.q_norm"), q_normed)
+            self.gave(Tap("rms_norm", f"{self._attention}.k_norm"), k_normed)
         return run(q, k, *args, norms=norms)
 
     def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -311,16 +306,10 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
     ]
     with ExitStack() as stack:
         for owner, name, report in wrapped:
-            stack.enter_context(replaced(owner, name, _reporting(getattr(owner, name), report)))
+            reporting = partial if owner is modules else taps.reporting
+            stack.enter_context(replaced(owner, name, reporting(report, getattr(owner, name))))
         # Ops are fused where a module has its own forward, which these stand for.
         own = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
         stack.enter_context(replaced(modules, "_FUSED_FORWARDS", own))
         stack.enter_context(layers_op_by_op())
         yield taps
-
-
-def _reporting(run: Callable[..., Any], report: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **named: Any) -> Any:
-        return report(run, *args, **named)
-
-    return call

@@ -2,15 +2,12 @@
 
 A full block is found by its content: the key (prefix id of the block before it, its token ids). A
 prefix id is given to one content only, so equal keys mean equal tokens from the sequence's first
-token on. A token's keys and values depend on the tokens up to it alone (claim C1), so a shared
-block holds the very bytes its new holder would compute.
+token on. By claim C1 a shared block holds the very bytes its new holder would compute.
 
 Only full blocks are shared, and a full block is never written again. A block is announced when it
 is allocated, so that a sibling can wait for it. It becomes shareable when the step that fills it
 was launched and all its tokens are known: steps run in order on one stream. Released blocks keep
 their content until space is needed, least recently released first.
-
-`KVCache` is the memory behind the block numbers; `cache_shape` bounds their number.
 """
 
 from __future__ import annotations
@@ -94,10 +91,8 @@ class BlockManager:
         return block.key is not None and not block.computed
 
     def allocate(self, sequence: RolloutSequence, match: PrefixMatch, *, spare: int = 0) -> bool:
-        """Give the sequence blocks for all its known tokens, the matched ones shared.
-
-        False, and nothing changes, if `spare` blocks would not be left.
-        """
+        """Give the sequence blocks for all its known tokens, the matched ones shared; False, and no
+        change, if `spare` blocks would not be left."""
         num_matched = len(match.block_ids)
         num_new = self.blocks_for(sequence.num_tokens) - num_matched
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in match.block_ids)

@@ -72,9 +72,7 @@ def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
 
 class FailedRequestsError(ConsistencyError):
     """The model gave numbers that are not finite for some requests; the others were finished.
-
-    Of all completions, `failed` holds those with an error and `completions` the others.
-    """
+    `failed` holds completions with an error, `completions` the others."""
 
     def __init__(self, completions: Sequence[Completion]) -> None:
         self.completions = [c for c in completions if c.error is None]

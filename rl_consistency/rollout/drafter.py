@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Protocol
 
 MAX_DRAFT = 7  # longest draft: a step of 8 tokens per sequence
@@ -82,12 +83,7 @@ class _NgramIndex:
         known, end = self._token_ids, len(self._token_ids)
         found = (self._next.get(tuple(known[end - size :])) for size in self._sizes if size <= end)
         source = next((position for position in found if position is not None), None)
-        if source is None:
-            return ()
-        draft: list[int] = []
-        for position in range(source, source + most):
-            draft.append(known[position] if position < end else draft[position - end])
-        return draft
+        return () if source is None else list(islice(cycle(known[source:]), most))
 
 
 class Speculator:

@@ -34,18 +34,14 @@ class StepLoop:
         self._runner, self._scheduler, self._blocks = runner, scheduler, blocks
         self._in_flight: PendingStep | None = None
         self._has_begun = self._is_abandoned = False
-        self._started, self._waited = perf_counter(), 0.0
-        self.statistics = scheduler.statistics
+        self._started = perf_counter()
+        self.statistics, self.add = scheduler.statistics, scheduler.add
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step is left to launch or to take in."""
         left = self._scheduler.has_unfinished or self._in_flight is not None
         return left and not self._is_abandoned
-
-    def add(self, sequence: RolloutSequence) -> None:
-        sequence.submitted_at = perf_counter()
-        self._scheduler.add(sequence)
 
     def cancel(self, sequence: RolloutSequence) -> None:
         """End an unfinished sequence; its blocks are free at once."""
@@ -54,8 +50,7 @@ class StepLoop:
 
     def step(self) -> list[RolloutSequence]:
         """Launch the next step, then take in the one before; returns the sequences that ended."""
-        self._has_begun = True
-        began, waited = perf_counter(), self._waited
+        self._has_begun, began = True, perf_counter()
         ended = self._take_in() if self._scheduler.prefers_report else []
         launched = self._launch()
         try:
@@ -66,7 +61,7 @@ class StepLoop:
             ended += self._take_in()
         now = perf_counter()
         self.statistics.seconds = now - self._started
-        self.statistics.host_seconds += now - began - (self._waited - waited)
+        self.statistics.host_seconds += now - began
         return ended
 
     def _launch(self) -> PendingStep | None:
@@ -89,12 +84,8 @@ class StepLoop:
         in_flight, self._in_flight = self._in_flight, None
         before = perf_counter()
         sampled, now = in_flight.wait(), perf_counter()
-        self._waited += now - before
-        ended = self._scheduler.take_in(in_flight.chunks, sampled)
-        for sequence in self._scheduler.started:
-            self.statistics.first_tokens += 1
-            self.statistics.first_token_seconds += now - sequence.submitted_at
-        return ended
+        self.statistics.host_seconds -= now - before
+        return self._scheduler.take_in(in_flight.chunks, sampled)
 
     def forget(self) -> None:
         """Drop all cached keys, unless no step began; no sequence may hold any."""

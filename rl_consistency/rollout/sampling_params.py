@@ -16,6 +16,7 @@ from rl_consistency.rollout.drafter import MAX_DRAFT
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature other than 0: below it a scaled fp32 logit may overflow."""
 
+_TEMPERATURES = f"be 0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in fp32"
 _MAX_TEMPERATURE = (2.0 - 2.0**-23) * 2.0**127  # the largest fp32 number: the sampler's dtype
 _MIN_TOP_P = 2.0**-126  # the smallest normal fp32 number
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -65,19 +66,20 @@ class SamplingParams:
             "speculation": check_integer("speculation", self.speculation, 0, MAX_DRAFT),
             "stop_token_ids": _token_ids(self.stop_token_ids),
             "stop": _strings(self.stop),
-            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+            "ignore_eos": bool(self.ignore_eos),
         }
-        for name in ("temperature", "top_p", "min_p"):
-            values[name] = _real(name, getattr(self, name))
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name, low, high, allowed in (
+            ("temperature", MIN_TEMPERATURE, _MAX_TEMPERATURE, _TEMPERATURES),
+            ("top_p", _MIN_TOP_P, 1.0, "lie in (0, 1] in fp32, 1 is off"),
+            ("min_p", 0.0, 1.0, "lie in [0, 1], 0 is off"),
+        ):
+            values[name] = value = _real(name, getattr(self, name))
+            if not (low <= value <= high or (value == 0.0 and name == "temperature")):
+                raise ValueError(f"{name} must {allowed}; got {value!r}")
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
-            allowed = f"0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in fp32"
-            raise ValueError(f"temperature must be {allowed}, got {self.temperature!r}")
-        if not _MIN_TOP_P <= self.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1] in fp32, got {self.top_p!r}; 1 is off")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p!r}; 0 turns it off")
 
     @property
     def restricts_support(self) -> bool:
@@ -96,12 +98,6 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
         bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
     return number
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
 
 
 def _real(name: str, value: object) -> float:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from time import perf_counter
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
@@ -46,8 +47,7 @@ class ScheduledChunk:
     start: int  # position of the first of them in the sequence
     length: int  # known tokens, at most one pending one, then the draft
     samples: bool
-    draft: tuple[int, ...] = ()
-    """Guesses behind the last known token; 1 + len(draft) tokens are sampled."""
+    draft: tuple[int, ...] = ()  # guesses behind the last known token; each samples a token more
 
     @property
     def end(self) -> int:
@@ -140,7 +140,6 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self.admitted: list[RolloutSequence] = []  # given a slot by the last `schedule`
-        self.started: list[RolloutSequence] = []  # their first token was in the last `take_in`
         self.statistics = RolloutStatistics(num_kv_blocks=blocks.num_blocks)
 
     @property
@@ -160,14 +159,13 @@ class Scheduler:
 
     def add(self, sequence: RolloutSequence) -> None:
         """Queue a sequence that the whole cache can hold (`Requests` checks that)."""
-        sequence.arrival = self._num_arrived
+        sequence.submitted_at, sequence.arrival = perf_counter(), self._num_arrived
         self._num_arrived += 1
         self._queue(sequence)
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks; none when all is finished, or waits for the step in flight."""
-        self.admitted = []
-        num_preemptions = self.statistics.preemptions
+        self.admitted, num_preemptions = [], self.statistics.preemptions
         chunks, prefills, room = self._decode_chunks()
         num_decodes = len(chunks)
         for sequence in prefills:
@@ -201,7 +199,7 @@ class Scheduler:
     ) -> list[RolloutSequence]:
         """Append what a launched step sampled for its chunks; returns the sequences that ended."""
         ended: list[RolloutSequence] = []
-        self.started, statistics = [], self.statistics
+        statistics, now = self.statistics, perf_counter()
         for chunk, sampled in zip(chunks, sampled_rows, strict=True):
             sequence = chunk.sequence
             if sequence.num_void:
@@ -222,7 +220,8 @@ class Scheduler:
                     self._start_over(sequence)
                     continue
             if known == sequence.num_prompt_tokens:
-                self.started.append(sequence)
+                statistics.first_tokens += 1
+                statistics.first_token_seconds += now - sequence.submitted_at
             if sequence.is_finished:
                 self.finish(sequence)
                 ended.append(sequence)

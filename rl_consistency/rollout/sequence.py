@@ -80,8 +80,8 @@ class RolloutSequence:
     write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
     Each field has one writer: `Requests` those up to `speculator`, `append` and `finish` the
-    tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last three, and
-    `Scheduler` those between. It also takes speculator and end from a sequence that starts over.
+    tokens, logprobs and the end, `BlockManager` the last three, and `Scheduler` those between. It
+    also takes speculator and end from a sequence that starts over.
     """
 
     prompt_index: int

@@ -76,10 +76,8 @@ class WeightsWatch:
         self._num_steps = 0
 
     def withdrawals(self) -> int:
-        """Number of library products withdrawn so far; the host waits for the devices.
-
-        Warns of products withdrawn since the last call; see `consistency.on_drift`.
-        """
+        """Number of library products withdrawn so far, with a warning of those since the last call;
+        the host waits for the devices."""
         before, self._withdrawals = self._withdrawals, audit.withdrawals()
         if self._withdrawals > before:
             warnings.warn(

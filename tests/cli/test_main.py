@@ -127,7 +127,14 @@ def test_a_closed_pipe_is_quiet(tmp_path, script, write):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["unknown"], ["verify", "--unknown"], ["--vers"], ["train", "recipe", "--over"]],
+    [
+        [],
+        ["unknown"],
+        ["verify", "--unknown"],
+        ["--vers"],
+        ["train", "recipe", "--over"],
+        ["train", "recipe", "--resume", "--overwrite"],
+    ],
 )
 def test_a_wrong_call_is_bad_input(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -142,11 +149,6 @@ def test_every_command_explains_itself(name, capsys):
         main([name, "--help"])
     assert exit_.value.code == 0
     assert COMMANDS[name] in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_missing_run_directory_is_named(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "absent")]) == 2
-    assert str(tmp_path / "absent") in capsys.readouterr().err
 
 
 def test_the_module_is_the_command_and_loads_nothing_heavy():

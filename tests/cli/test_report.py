@@ -19,7 +19,7 @@ from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
 
 
-def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
+def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None, more=None):
     run_dir.mkdir()
     with open(run_dir / "metrics.jsonl", "w") as stream:
         for step, passed in enumerate(checks, start=1):
@@ -39,7 +39,7 @@ def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
                 "consistency/gradient_check/passed": passed,
                 "consistency/gradient_check/mismatched_elements": 0 if passed else 3,
             }
-            stream.write(json.dumps(row) + "\n")
+            stream.write(json.dumps(row | (more or {})) + "\n")
     (run_dir / "config.yaml").write_text("run:\n  name: <script>alert(1)</script>\n")
     if summary is not None:
         (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -50,11 +50,8 @@ def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_a_run_of_which_no_figure_is_finite_has_a_page_that_says_so(tmp_path, value):
-    run_dir = make_run(tmp_path / "run")
-    file = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    bad = [{key: value for key in row} | {"step": row["step"]} for row in rows]
-    file.write_text("".join(json.dumps(row) + "\n" for row in bad))
+    row = json.loads((make_run(tmp_path / "first") / "metrics.jsonl").read_text().splitlines()[0])
+    run_dir = make_run(tmp_path / "run", more=dict.fromkeys(row.keys() - {"step"}, value))
     page = render(run_dir).read_text("utf-8")
     assert f'"verdict bad"><strong>{value} of {value} tokens differ' in page
     assert save_picture(run_dir).stat().st_size > 0
@@ -71,9 +68,11 @@ SUMMARY = {
 
 
 class Elements(HTMLParser):
-    def __init__(self):
+    def __init__(self, page):
         super().__init__()
         self.seen, self.text = [], []
+        self.feed(page)
+        self.cells = [part for part in self.text if part.strip()]
 
     def handle_starttag(self, tag, attrs):
         self.seen.append((tag, dict(attrs)))
@@ -83,39 +82,27 @@ class Elements(HTMLParser):
 
 
 def read(path):
-    page = Elements()
-    page.feed(path.read_text(encoding="utf-8"))
-    return page
+    return Elements(path.read_text(encoding="utf-8"))
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path):
     path = render(make_run(tmp_path / "run", summary=SUMMARY))
     assert path == tmp_path / "run" / "report.html"
-    tags = {tag for tag, _ in read(path).seen}
-    assert not tags & {"script", "link", "img", "iframe"}
-    for _, attributes in read(path).seen:
+    page, text = read(path), path.read_text()
+    assert not {tag for tag, _ in page.seen} & {"script", "link", "img", "iframe"}
+    assert "<script>alert(1)</script>" in "".join(page.text)  # of the recipe
+    for _, attributes in page.seen:
         for name in ("src", "href", "xlink:href"):
             assert (attributes.get(name) or "#").startswith("#")
-    assert not re.search(r"url\((?!['\"]?#)|@import", path.read_text())
-
-
-def test_every_plot_is_inline_and_well_formed(tmp_path):
-    text = render(make_run(tmp_path / "run")).read_text()
+    assert not re.search(r"url\((?!['\"]?#)|@import", text)
     svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
     labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
     assert labels == [s.title for s in SECTIONS if s is not WORST]
 
 
-def with_metrics(run_dir, **more):
-    file = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
-    return run_dir
-
-
 def test_tokens_that_met_other_experts_turn_the_verdict_bad(tmp_path, undrawn):
     """Equal logprobs alone do not pass."""
-    run = with_metrics(make_run(tmp_path / "run"), **{"consistency/rerouted_tokens": 3})
+    run = make_run(tmp_path / "run", more={"consistency/rerouted_tokens": 3})
     page = render(run).read_text()
     assert 'bad"><strong>0 of 1,000 tokens differ, 6 met other experts</strong>' in page
 
@@ -141,7 +128,7 @@ def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path, undrawn):
     for step in range(4, 8):
         bundle_of(run, [-1.0, -2.0 - step], step=step)
     (first / LOCALIZATION).write_text("{}")
-    cells = [part for part in read(render(run)).text if part.strip()]
+    cells = read(render(run)).cells
     assert any(part.startswith("Step 3, replay/bundle-") for part in cells)
     at = cells.index("training − rollout")
     assert cells[at + 1 : at + 7] == ["8", "0", "1", "-2", "-2.5", "-0.5"]
@@ -150,9 +137,7 @@ def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path, undrawn):
 
 
 def cells_after(text, head):
-    page = Elements()
-    page.feed(text)
-    cells = [part for part in page.text if part.strip()]
+    cells = Elements(text).cells
     return cells[cells.index(head) + 1 :]
 
 
@@ -219,28 +204,15 @@ def test_the_verdict_turns_bad_on_drift_or_a_failed_check(
 
 def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tmp_path, undrawn):
     page = read(render(make_run(tmp_path / "run", summary=SUMMARY)))
-    text = " ".join(page.text)
-    cells = [part for part in page.text if part.strip()]
-    at = cells.index("logprob_abs_diff/max")
-    assert cells[at : at + 3] == ["logprob_abs_diff/max", "0.0", "3.25e-06"]
+    text, at = " ".join(page.text), page.cells.index("logprob_abs_diff/max")
+    assert page.cells[at : at + 3] == ["logprob_abs_diff/max", "0.0", "3.25e-06"]
     assert "0.99999999" in text and "51,234" in text
     assert "final/parameter_digest" in text and "abcd" in text
 
 
-def test_a_run_whose_name_is_no_utf_8_has_a_page(tmp_path, undrawn):
+def test_a_run_without_a_summary_whose_name_is_no_utf_8_has_a_page(tmp_path, undrawn):
     text = render(make_run(tmp_path / os.fsdecode(b"run\xff"))).read_text("utf-8")
-    assert "<h1>run\ufffd</h1>" in text
-
-
-def test_a_run_without_a_summary_is_said_to_be_unfinished(tmp_path, undrawn):
-    text = " ".join(read(render(make_run(tmp_path / "run"))).text)
-    assert "the run has not finished" in text
-
-
-def test_the_configuration_is_text_not_markup(tmp_path, undrawn):
-    page = read(render(make_run(tmp_path / "run")))
-    assert "script" not in {tag for tag, _ in page.seen}
-    assert "<script>alert(1)</script>" in "".join(page.text)
+    assert "<h1>run\ufffd</h1>" in text and "the run has not finished" in text
 
 
 def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path, undrawn):
@@ -289,11 +261,11 @@ def test_where_a_pipe_counts_as_a_file_it_is_waited_for(tmp_path, monkeypatch, u
     assert "from the pipe" in page.result().read_text()
 
 
-@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])
-def test_what_is_not_a_run_directory_is_refused(tmp_path, missing, undrawn):
+def test_what_is_not_a_run_directory_is_refused(tmp_path, undrawn):
     run = make_run(tmp_path / "run")
-    (run / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=f"no {missing}"):
-        render(run)
+    for missing in ("config.yaml", "metrics.jsonl"):
+        (run / missing).unlink()
+        with pytest.raises(FileNotFoundError, match=f"no {missing}"):
+            render(run)
     with pytest.raises(FileNotFoundError, match="no run directory"):
         render(tmp_path / "nowhere")

@@ -22,21 +22,12 @@ from rl_consistency.verify.sweep import QUICK
 
 
 def result(**changes):
-    values = {
-        "claim": "C1",
-        "subject": "linear",
-        "scope": "fp32",
-        "what": "rows",
-        "cases": 1200,
-        "mismatches": 0,
-        "passed": True,
-        "detail": "",
-        "figure": None,
-        "seconds": 0.1,
-    }
-    return Result(**(values | changes))
+    named = {"claim": "C1", "subject": "linear", "scope": "fp32", "what": "rows", "detail": ""}
+    found = {"cases": 1200, "mismatches": 0, "passed": True, "figure": None, "seconds": 0.1}
+    return Result(**named | found | changes)
 
 
+WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 RED = result(scope="bf16", mismatches=7, passed=False, detail="batch 8: row [3]: 1.0 against 2.0")
 
 
@@ -127,6 +118,7 @@ def test_options_choose_the_targets(runs, tmp_path, capsys):
         (["--dtype", "float8_e4m3fn"], "fp8 has none"),
         (["--device", "tpu"], "no device"),
         (["--device", "meta"], "no schedule for meta"),
+        pytest.param(["--device", "cuda"], "no CUDA device is available", marks=WITHOUT_A_GPU),
         (["--json", "/absent/x.json"], "not a file in an existing directory"),
         (["--json", "/"], "not a file in an existing directory"),
         (["--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
@@ -150,12 +142,6 @@ def test_several_processes_of_a_launcher_are_refused(runs, capsys, monkeypatch):
     assert main(["verify", "--quick"]) == 2
     assert "WORLD_SIZE=2: this is for one process" in capsys.readouterr().err
     assert runs.targets is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_missing_gpu_is_named(runs, capsys):
-    assert main(["verify", "--device", "cuda"]) == 2
-    assert "no CUDA device is available" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2])

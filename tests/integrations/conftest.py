@@ -46,3 +46,28 @@ def attach():
     yield attached
     for attachment in attachments:
         attachment.detach()
+
+
+@pytest.fixture
+def make(directory, tmp_path):
+    """Trainers, TRL's GRPOTrainer if no other is named, with options of their own."""
+
+    def made(build=None, **options):
+        from tests.integrations.trainers import grpo
+
+        return (build or grpo)(directory, tmp_path, **options)
+
+    return made
+
+
+@pytest.fixture
+def run(make, attach):
+    """A trainer that has trained with `attach`, and its attachment."""
+
+    def trained(build=None, *, attached=None, **options):
+        trainer = make(build, **options)
+        attachment = attach(trainer, **(attached or {}))
+        trainer.train()
+        return trainer, attachment
+
+    return trained

@@ -77,8 +77,8 @@ def trained(directory, tmp_path, attach):
 
 
 @pytest.mark.parametrize("first", FAULTS)
-def test_the_first_mismatch_is_saved_and_names_the_planted_op(first, directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, temperature=0.7)
+def test_the_first_mismatch_is_saved_and_names_the_planted_op(first, tmp_path, attach, make):
+    trainer = make(temperature=0.7)
     attach(trainer)
     with told() as lines, attribute(*FAULTS[first]):
         trainer.train()
@@ -157,8 +157,8 @@ def test_gradients_random_state_and_mode_stay(trained):
     assert "attention of layer 1" in lines[0] and looks.looked == 2
 
 
-def test_without_a_mismatch_nothing_is_saved_or_said(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, num_iterations=2)
+def test_without_a_mismatch_nothing_is_saved_or_said(tmp_path, attach, make):
+    trainer = make(num_iterations=2)
     attach(trainer)
     with told() as lines:
         trainer.train()

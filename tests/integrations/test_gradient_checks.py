@@ -12,8 +12,8 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from rl_consistency.integrations import gradient_checks
+from rl_consistency.integrations.attach import LabelAnswer
 from rl_consistency.integrations.gradient_checks import GradientChecks
-from rl_consistency.integrations.label_answer import LabelAnswer
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
@@ -32,12 +32,10 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize(("build", "options"), quick_at("GRPO", TRAINERS))
-def test_gradients_pass_and_the_weights_are_those_without_checks(
-    build, options, directory, tmp_path, attach
-):
+def test_gradients_pass_and_the_weights_are_those_without_checks(build, options, attach, make):
     ends = []
     for checks in ({}, {"check_gradients_every": 2, "check_gradients_seconds": math.inf}):
-        trainer = build(directory, tmp_path, max_steps=3, **options)
+        trainer = make(build, max_steps=3, **options)
         attachment = attach(trainer, **checks)
         trainer.train()
         ends.append([parameter.detach() for parameter in trainer.model.parameters()])
@@ -124,7 +122,7 @@ def test_sequences_are_drawn_anew_and_those_with_a_gradient_first(directory, mon
     assert {row for found in drawn for row in found} == {0, 1, 3, 4, 5}
 
 
-def test_a_gradient_that_depends_on_the_cut_stops_the_run(directory, tmp_path, attach, monkeypatch):
+def test_a_gradient_that_depends_on_the_cut_stops_the_run(attach, monkeypatch, make):
     """Negative control: with stock matrix products in the check."""
 
     def stock(*args, **options):
@@ -132,7 +130,7 @@ def test_a_gradient_that_depends_on_the_cut_stops_the_run(directory, tmp_path, a
             return check_gradients(*args, **options)
 
     monkeypatch.setattr(gradient_checks, "check_gradients", stock)
-    trainer = grpo(directory, tmp_path)
+    trainer = make()
     attachment = attach(trainer, check_gradients_every=1)
     with pytest.raises(ConsistencyError) as error:
         trainer.train()
@@ -143,14 +141,14 @@ def test_a_gradient_that_depends_on_the_cut_stops_the_run(directory, tmp_path, a
     assert found == sum(sum(result.differing.values()) for result in report.results) > 0
 
 
-def test_a_step_whose_rewards_are_equal_is_counted_and_not_checked(directory, tmp_path, attach):
+def test_a_step_whose_rewards_are_equal_is_counted_and_not_checked(attach, make):
     calls = []
 
     def equal_at_first(completions, **columns):
         calls.append(1)
         return distinct_tokens(completions) if len(calls) > 1 else [1.0] * len(completions)
 
-    trainer = grpo(directory, tmp_path)
+    trainer = make()
     trainer.reward_funcs = [equal_at_first]
     attach(trainer, check_gradients_every=1)
     trainer.train()
@@ -163,44 +161,38 @@ def zeros(seen, name, gradient):
         seen.cotangents[name] = torch.zeros_like(gradient)
 
 
-def test_mutant_a_cotangent_of_zeros_fails(directory, tmp_path, attach, monkeypatch):
+def test_mutant_a_cotangent_of_zeros_fails(attach, monkeypatch, make):
     monkeypatch.setattr(gradient_checks._MicroBatch, "keep", zeros)
-    trainer = grpo(directory, tmp_path)
+    trainer = make()
     attach(trainer, check_gradients_every=1)
     with pytest.raises(ConsistencyError, match=r"no gradient was checked.*zero at every token"):
         trainer.train()
     assert logged(trainer, f"{KEY}/checks") == [0, 0]
 
 
-def test_equal_bytes_alone_pass_on_a_cotangent_of_zeros(directory, tmp_path, attach, monkeypatch):
+def test_equal_bytes_alone_pass_on_a_cotangent_of_zeros(monkeypatch, run):
     """Negative control."""
     monkeypatch.setattr(gradient_checks._MicroBatch, "keep", zeros)
     monkeypatch.setattr(gradient_checks._MicroBatch, "has_gradient", lambda seen: True)
-    trainer = grpo(directory, tmp_path)
-    attach(trainer, check_gradients_every=1)
-    trainer.train()
+    trainer, _ = run(attached={"check_gradients_every": 1})
     assert logged(trainer, f"{KEY}/mismatched_elements") == [0, 0]
 
 
-def test_a_step_without_a_micro_batch_or_a_cotangent_fails(
-    directory, tmp_path, attach, monkeypatch
-):
-    trainer = grpo(directory, tmp_path)
+def test_a_step_without_a_micro_batch_or_a_cotangent_fails(attach, monkeypatch, make):
+    trainer = make()
     attach(trainer, check_gradients_every=1)
-    trainer.model.answer._observers = []
+    trainer.model.answer.observers = []
     with pytest.raises(ConsistencyError, match="step 1, process 0: no micro-batch of the step"):
         trainer.train()
     monkeypatch.setattr(gradient_checks._MicroBatch, "keep", lambda *_: None)
-    trainer = grpo(directory, tmp_path)
+    trainer = make()
     attach(trainer, check_gradients_every=1)
     with pytest.raises(ConsistencyError, match="the loss does not depend on what"):
         trainer.train()
 
 
 @pytest.mark.parametrize("options", [{}, {"check_gradients_seconds": 1e-9}])
-def test_without_a_budget_the_regroupings_take_turns(
-    options, directory, tmp_path, attach, monkeypatch
-):
+def test_without_a_budget_the_regroupings_take_turns(options, attach, monkeypatch, make):
     names = []
 
     def recorded(*args, **options):
@@ -209,7 +201,7 @@ def test_without_a_budget_the_regroupings_take_turns(
         return report
 
     monkeypatch.setattr(gradient_checks, "check_gradients", recorded)
-    trainer = sft(directory, tmp_path, max_steps=6)
+    trainer = make(sft, max_steps=6)
     attach(trainer, check_gradients_every=1, **options)
     trainer.train()
     assert logged(trainer, f"{KEY}/regroupings") == [1] * 6
@@ -217,8 +209,8 @@ def test_without_a_budget_the_regroupings_take_turns(
     assert names == [*expected, expected[0]]
 
 
-def test_options_that_no_check_can_have_are_refused(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path)
+def test_options_that_no_check_can_have_are_refused(attach, make):
+    trainer = make()
     for every in (-1, 0.5, True, "10"):
         with pytest.raises(ValueError, match=f"check_gradients_every={every!r}; give a number"):
             attach(trainer, check_gradients_every=every)
@@ -231,8 +223,8 @@ def test_options_that_no_check_can_have_are_refused(directory, tmp_path, attach)
         attach(trainer, measure_only=True, check_gradients_every=1)
 
 
-def test_detach_takes_the_checks_off(directory, tmp_path, attach):
-    trainer = sft(directory, tmp_path)
+def test_detach_takes_the_checks_off(attach, make):
+    trainer = make(sft)
     found = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
     attachment = attach(trainer, check_gradients_every=1)
     assert attachment.gradients is None

@@ -99,10 +99,8 @@ def test_a_write_through_data_is_no_less_one(weights, write):
     assert (weights[0] == 0.5).all()
 
 
-def test_bfloat16_weights_train_without_a_differing_token(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16))
-    attach(trainer)
-    trainer.train()
+def test_bfloat16_weights_train_without_a_differing_token(directory, run):
+    trainer, _ = run(model=loaded(directory, dtype=torch.bfloat16))
     assert isinstance(trainer.optimizer.optimizer, MasterAdamW)
     assert logged(trainer, "consistency/mismatched_tokens") == [0, 0]
     for weight, master in zip(
@@ -134,27 +132,27 @@ def test_a_resumed_run_ends_with_the_same_weights(directory, tmp_path, attach):
     assert all(torch.equal(left, right) for left, right in pairs)
 
 
-def test_an_optimizer_that_the_trainer_was_given_stays(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16))
+def test_an_optimizer_that_the_trainer_was_given_stays(directory, attach, make):
+    trainer = make(model=loaded(directory, dtype=torch.bfloat16))
     own = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     attach(trainer)
     assert trainer.optimizer is own
 
 
-def test_another_optimizer_than_adamw_is_refused_for_16_bit_weights(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16), optim="sgd")
+def test_another_optimizer_than_adamw_is_refused_for_16_bit_weights(directory, attach, make):
+    trainer = make(model=loaded(directory, dtype=torch.bfloat16), optim="sgd")
     with pytest.raises(ValueError, match="optim='sgd' for a model in torch.bfloat16.*adamw_torch"):
         attach(trainer)
     assert trainer.optimizer is None and not trainer.use_vllm
 
 
-def test_another_optimizer_than_asked_for_is_not_put_in(directory, tmp_path, attach):
+def test_another_optimizer_than_asked_for_is_not_put_in(directory, attach, make):
     class Own(Trainer):
         def create_optimizer(self, *given):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
             return self.optimizer
 
-    trainer = plain(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16), trainer=Own)
+    trainer = make(plain, model=loaded(directory, dtype=torch.bfloat16), trainer=Own)
     with pytest.raises(
         ValueError, match="AdamW with fp32 masters in the place of the trainer's SGD"
     ):
@@ -177,12 +175,12 @@ def test_the_state_of_an_adamw_over_the_weights_is_continued():
     assert torch.equal(weight.detach(), ours.state_dict()["masters"][0].bfloat16())
 
 
-def test_a_trainer_that_is_detached_in_training_goes_on(directory, tmp_path, attach):
+def test_a_trainer_that_is_detached_in_training_goes_on(directory, attach, make):
     class Detach(TrainerCallback):
         def on_step_end(self, *_, **__):
             attachment.detach()
 
-    trainer = plain(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16))
+    trainer = make(plain, model=loaded(directory, dtype=torch.bfloat16))
     attachment = attach(trainer)
     trainer.add_callback(Detach())
     trainer.train()

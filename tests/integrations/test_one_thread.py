@@ -33,8 +33,8 @@ def test_an_attached_trainer_goes_backward_in_one_thread(trainer_of, directory, 
     assert vars(trainer.accelerator).get("backward") is found
 
 
-def test_measuring_alone_leaves_autograds_threads(directory, tmp_path, attach):
-    seen, trainer = [], grpo(directory, tmp_path, max_steps=1)
+def test_measuring_alone_leaves_autograds_threads(attach, make):
+    seen, trainer = [], make(max_steps=1)
     attach(trainer, measure_only=True)
     trainer.model.lm_head.weight.register_hook(lambda gradient: seen.append(enabled()))
     trainer.train()

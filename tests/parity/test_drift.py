@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from rl_consistency.parity.drift import (
-    DriftReport,
-    DriftTotals,
     Sample,
     WorstToken,
     compare_logprobs,
     mismatched_sequences,
+    total_of,
     worst_tokens,
 )
 
@@ -106,21 +105,42 @@ def test_inputs_that_cannot_be_compared_are_refused(a, b, mask, message):
         compare_logprobs(a, b, mask)
 
 
-def test_other_dtypes_are_refused():
-    with pytest.raises(TypeError, match=r"training logprobs must be torch\.float32"):
-        compare_logprobs(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(TypeError, match="mask must be bool or integer"):
-        compare_logprobs(torch.zeros(2), torch.zeros(2), torch.ones(2))
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"training": torch.zeros(2).bfloat16()},
+            TypeError,
+            "training logprobs must be torch.f",
+        ),
+        ({"mask": torch.ones(2)}, TypeError, "mask must be bool or integer"),
+        ({"mask": [True, False]}, TypeError, "a bool stands among what is compared"),
+        ({"routing": torch.zeros(2)}, ValueError, "routing is a pair"),
+        (
+            {"routing": (torch.arange(2), None)},
+            ValueError,
+            "only the rollout has routing",
+        ),
+        (
+            {"routing": (None, torch.arange(2))},
+            ValueError,
+            "only the training has routing",
+        ),
+        ({"routing": (torch.arange(2), torch.arange(3))}, ValueError, "training's routing has"),
+    ],
+)
+def test_what_is_compared_is_checked_by_name(given, error, message):
+    sides = {"rollout": torch.zeros(2), "training": torch.zeros(2), "routing": (None, None)}
+    assert compare_logprobs(**sides).rerouted_tokens is None
+    with pytest.raises(error, match=message):
+        compare_logprobs(**sides | given)
 
 
 def test_merged_reports_equal_the_report_of_the_whole():
     a, b = logprobs(100), logprobs(100).clone()
     b[37:] += 0.25
-    whole, totals = compare_logprobs(a, b), DriftTotals()
-    for ours, theirs in zip(a.split([10, 50, 40]), b.split([10, 50, 40]), strict=True):
-        totals.add(compare_logprobs(ours, theirs))
-    merged = totals.report
-    assert merged is not None
+    whole, parts = compare_logprobs(a, b), (side.split([10, 50, 40]) for side in (a, b))
+    merged = total_of([None, *map(compare_logprobs, *parts)])
     assert merged.rerouted_tokens is whole.rerouted_tokens is None
     for name, value in vars(whole).items():
         if value is not None:
@@ -134,15 +154,6 @@ def test_merging_never_hides_a_nan():
     for merged in (good.merge(bad), bad.merge(good)):
         assert not merged.passed and merged.nonfinite_tokens == 1
         assert math.isnan(merged.max_abs_diff) and math.isnan(merged.ratio_min)
-
-
-def test_totals_survive_a_checkpoint():
-    totals, restored = DriftTotals(), DriftTotals()
-    restored.load_state_dict(totals.state_dict())
-    assert restored.report is None
-    totals.add(compare_logprobs(logprobs(5), logprobs(5, seed=1)))
-    restored.load_state_dict(totals.state_dict())
-    assert isinstance(restored.report, DriftReport) and restored.report == totals.report
 
 
 def test_offending_sequences_are_named():
@@ -168,28 +179,6 @@ def test_tokens_that_met_other_experts_are_counted_and_fail_a_report():
     assert equal.merge(compare_logprobs(a, a)).rerouted_tokens is None
     for merged in (found.merge(compare_logprobs(a, a)), compare_logprobs(a, a).merge(found)):
         assert merged.rerouted_tokens == 2 and not merged.passed
-
-
-def test_routing_of_one_side_alone_is_refused_and_that_of_none_is_not_compared():
-    a, routing = logprobs(6), torch.arange(6)
-    assert compare_logprobs(a, a, routing=(None, None)).rerouted_tokens is None
-    for side, given in (("rollout", (routing, None)), ("training", (None, routing))):
-        with pytest.raises(ValueError, match=f"only the {side} has routing; give that of both"):
-            compare_logprobs(a, a, routing=given)
-
-
-def test_routing_of_other_tokens_is_refused():
-    a = logprobs(6)
-    with pytest.raises(ValueError, match="training's routing has"):
-        compare_logprobs(a, a, routing=(torch.arange(6), torch.arange(5)))
-
-
-def test_what_is_no_tensor_is_refused_by_name():
-    logprobs = [torch.zeros(2)]
-    with pytest.raises(TypeError, match="a bool stands among what is compared"):
-        compare_logprobs(logprobs, logprobs, mask=[True, False])
-    with pytest.raises(ValueError, match="routing is a pair"):
-        compare_logprobs(logprobs, logprobs, routing=torch.zeros(2))
 
 
 COMPLETIONS = [[5, 6, 7], [], [8, 9]]

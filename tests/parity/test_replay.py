@@ -57,18 +57,16 @@ def test_the_texts_of_the_worst_tokens_lie_beside_a_bundle_and_change_no_bit_of_
     assert load_replay_bundle(path).sequences == load_replay_bundle(plain).sequences
 
 
-def test_nothing_to_replay_is_an_error(tmp_path):
-    same = [torch.tensor([-1.0])]
-    given = arguments(
-        sequences=[[1, 2]], prompt_lengths=[1], rollout_logprobs=same, training_logprobs=same
-    )
+def test_what_is_no_bundle_is_an_error(tmp_path):
+    same = arguments()["rollout_logprobs"][:2]
+    sides = {"rollout_logprobs": same, "training_logprobs": same}
+    given = arguments(sequences=[[1, 2, 3], [1, 2]], prompt_lengths=[1, 1], **sides)
     with pytest.raises(ValueError, match="nothing to replay"):
         save_replay_bundle(tmp_path, **given)
-
-
-def test_lists_of_different_lengths_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="2 prompt lengths"):
         save_replay_bundle(tmp_path, **arguments(prompt_lengths=[2, 1]))
+    with pytest.raises(FileNotFoundError, match=r"bundle\.json is missing"):
+        load_replay_bundle(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
@@ -80,11 +78,6 @@ def test_a_failing_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
     with pytest.raises(OSError, match="No space"):
         save_replay_bundle(tmp_path, **arguments())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_bundle_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"bundle\.json is missing"):
-        load_replay_bundle(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["bundle.json", "logprobs.safetensors"])

@@ -108,25 +108,18 @@ def test_gradient_checkpointing_does_not_pass_for_drift(sequences, training):
     assert reports[0] == reports[1]
 
 
-def test_measuring_leaves_the_patched_model_as_it_was(sequences):
-    model = build()
-    with patch(model) as session:
-        before = parameter_digest(model)
-        measure_stock_drift(session, sequences, PROMPTS)
-        session.verify()
-        assert parameter_digest(model) == before
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stock_training_pass_is_timed_and_puts_the_gradients_back(sequences, dtype):
+def test_a_stock_training_pass_is_timed_and_leaves_the_model_as_it_was(sequences, dtype):
     model = build("llama", dtype).eval()
     with patch(model) as session:
         token_logprobs(model, sequences, prompt_lengths=PROMPTS).logprobs.sum().backward()
         before = digests_of_gradients(model), [p.grad for p in model.parameters()]
+        weights = parameter_digest(model)
         shadow = shadow_stock_path(session, sequences, PROMPTS, micro_batch_size=2)
         assert digests_of_gradients(model) == before[0]
         assert all(p.grad is g for p, g in zip(model.parameters(), before[1]))
+        session.verify()
+        assert parameter_digest(model) == weights
         assert shadow.drift == measure_stock_drift(session, sequences, PROMPTS)
         token_logprobs(model, sequences, prompt_lengths=PROMPTS).logprobs.sum().backward()
     assert not model.training
@@ -142,7 +135,7 @@ def test_a_stock_call_takes_no_more_sequences_than_a_gpu_has_room_for(sequences,
         device, dtype, config = torch.device("cuda"), torch.float32, build().config
 
     def sizes(model, size):
-        return [len(chunk) for chunk, _ in stock._batches(model, sequences, PROMPTS, size)]
+        return [len(batch) for batch in stock._batches(model, sequences, PROMPTS, size)]
 
     assert sizes(OnGpu, 64) == [3, 2]
     assert sizes(OnGpu, 2) == [2, 2, 1]

@@ -82,126 +82,62 @@ def fold(run, buffer, *args, **named):
     buffer.view(-1)[:1].nextafter_(torch.tensor(torch.inf))
 
 
-def of(model, name, index=1):
-    """Calls whose argument is this parameter."""
-    weight = model.get_parameter(name)
-    return lambda args: args[index] is weight
+WEIGHT_AT = {"rms_norm": 1, "linear": 1, "add_rms_norm": 2, "glu_linear": 2}
+"""Op -> the argument that is its weight."""
+OWNERS = {"token_logprobs": scored_rows, "fold_outer": linear_op}
 
 
-def norm_of(model, number, name):
-    """Calls of `add_rms_norm` with the weight of a norm of a layer."""
-    return of(model, f"model.layers.{number}.{name}.weight", 2)
+def planted(model, op, fault, where):
+    """A fault in an op: where its weight is that of a module, at a layer, or everywhere."""
+    owner, options = OWNERS.get(op, modules), {}
+    if isinstance(where, str):
+        weight, at = model.get_parameter(f"model.{where}.weight"), WEIGHT_AT[op]
+        options = {"matches": lambda args: args[at] is weight}
+    elif where is not None:
+        options = {"every": (7 if op == "fold_outer" else 1) * LAYERS, "at": where}
+    return later(op, fault, owner=owner, **options)
 
 
-def layer(number):
-    return {"every": LAYERS, "at": number}
+SECOND_NORM = "post_attention_layernorm"
+FAULTS = [
+    # op, fault, where -> pass, op, layer, last part of the module
+    ("rms_norm", output, "layers.0.input_layernorm", "forward rms_norm 0 input_layernorm"),
+    ("rms_norm", output, "layers.3.self_attn.q_norm", "forward rms_norm 3 q_norm"),
+    ("add_rms_norm", output, f"layers.1.{SECOND_NORM}", f"forward rms_norm 1 {SECOND_NORM}"),
+    ("add_rms_norm", second_output, f"layers.1.{SECOND_NORM}", f"forward residual 1 {SECOND_NORM}"),
+    ("add_rms_norm", output, "layers.2.input_layernorm", "forward rms_norm 2 input_layernorm"),
+    ("add_rms_norm", second_output, "layers.2.input_layernorm", "forward residual 1 1"),
+    ("add_rms_norm", output, "norm", "forward rms_norm None norm"),
+    ("glu", output, 1, "forward glu 1 mlp"),
+    ("attention_varlen", output, 3, "forward attention 3 self_attn"),
+    ("rotary", output, 2, "forward rotary 2 self_attn"),
+    ("glu_linear", output, "layers.0.mlp.down_proj", "forward linear 0 down_proj"),
+    ("embedding", output, None, "forward embedding None embed_tokens"),
+    ("token_logprobs", output, None, "forward token_logprobs None lm_head"),
+    ("linear", input_gradient(0), "layers.2.mlp.up_proj", "backward linear 2 up_proj"),
+    ("linear", input_gradient(0), "layers.1.self_attn.k_proj", "backward linear 1 k_proj"),
+    ("attention_varlen", input_gradient(2), 1, "backward attention 1 self_attn"),
+    *(
+        ("add_rms_norm", input_gradient(0), f"layers.{n}.{norm}", f"backward rms_norm {n} {norm}")
+        for n, norm in ((3, "input_layernorm"), (0, SECOND_NORM))
+    ),
+    ("glu_linear", input_gradient(0), 0, "backward glu 0 mlp"),
+    ("rotary", input_gradient(1), 2, "backward rotary 2 self_attn"),
+    ("token_logprobs", input_gradient(0), None, "backward token_logprobs None lm_head"),
+    ("fold_outer", fold, 0, "backward linear 3 down_proj"),
+]
 
 
-FAULTS = {
-    # (the fault) -> pass, op, layer, last part of the module
-    "first norm of layer 0": (
-        lambda m: later("rms_norm", output, of(m, "model.layers.0.input_layernorm.weight")),
-        ("forward", "rms_norm", 0, "input_layernorm"),
-    ),
-    "q_norm of layer 3": (
-        lambda m: later("rms_norm", output, of(m, "model.layers.3.self_attn.q_norm.weight")),
-        ("forward", "rms_norm", 3, "q_norm"),
-    ),
-    "second norm of layer 1": (
-        lambda m: later("add_rms_norm", output, norm_of(m, 1, "post_attention_layernorm")),
-        ("forward", "rms_norm", 1, "post_attention_layernorm"),
-    ),
-    "residual of layer 1": (
-        lambda m: later("add_rms_norm", second_output, norm_of(m, 1, "post_attention_layernorm")),
-        ("forward", "residual", 1, "post_attention_layernorm"),
-    ),
-    "first norm of layer 2": (
-        lambda m: later("add_rms_norm", output, norm_of(m, 2, "input_layernorm")),
-        ("forward", "rms_norm", 2, "input_layernorm"),
-    ),
-    "output of layer 1": (
-        lambda m: later("add_rms_norm", second_output, norm_of(m, 2, "input_layernorm")),
-        ("forward", "residual", 1, "1"),
-    ),
-    "final norm": (
-        lambda m: later("add_rms_norm", output, of(m, "model.norm.weight", 2)),
-        ("forward", "rms_norm", None, "norm"),
-    ),
-    "glu of layer 1": (
-        lambda m: later("glu", output, **layer(1)),
-        ("forward", "glu", 1, "mlp"),
-    ),
-    "attention of layer 3": (
-        lambda m: later("attention_varlen", output, **layer(3)),
-        ("forward", "attention", 3, "self_attn"),
-    ),
-    "rotary of layer 2": (
-        lambda m: later("rotary", output, **layer(2)),
-        ("forward", "rotary", 2, "self_attn"),
-    ),
-    "down_proj of layer 0": (
-        lambda m: later("glu_linear", output, of(m, "model.layers.0.mlp.down_proj.weight", 2)),
-        ("forward", "linear", 0, "down_proj"),
-    ),
-    "embedding": (
-        lambda m: later("embedding", output),
-        ("forward", "embedding", None, "embed_tokens"),
-    ),
-    "token_logprobs": (
-        lambda m: later("token_logprobs", output, owner=scored_rows),
-        ("forward", "token_logprobs", None, "lm_head"),
-    ),
-    "up_proj's backward, layer 2": (
-        lambda m: later("linear", input_gradient(0), of(m, "model.layers.2.mlp.up_proj.weight")),
-        ("backward", "linear", 2, "up_proj"),
-    ),
-    "k_proj's backward, layer 1": (
-        lambda m: later(
-            "linear", input_gradient(0), of(m, "model.layers.1.self_attn.k_proj.weight")
-        ),
-        ("backward", "linear", 1, "k_proj"),
-    ),
-    "attention's backward, layer 1": (
-        lambda m: later("attention_varlen", input_gradient(2), **layer(1)),
-        ("backward", "attention", 1, "self_attn"),
-    ),
-    "rms_norm's backward, layer 3": (
-        lambda m: later("add_rms_norm", input_gradient(0), norm_of(m, 3, "input_layernorm")),
-        ("backward", "rms_norm", 3, "input_layernorm"),
-    ),
-    "second norm's backward, layer 0": (
-        lambda m: later(
-            "add_rms_norm", input_gradient(0), norm_of(m, 0, "post_attention_layernorm")
-        ),
-        ("backward", "rms_norm", 0, "post_attention_layernorm"),
-    ),
-    "glu's backward, layer 0": (
-        lambda m: later("glu_linear", input_gradient(0), **layer(0)),
-        ("backward", "glu", 0, "mlp"),
-    ),
-    "rotary's backward, layer 2": (
-        lambda m: later("rotary", input_gradient(1), **layer(2)),
-        ("backward", "rotary", 2, "self_attn"),
-    ),
-    "token_logprobs' backward": (
-        lambda m: later("token_logprobs", input_gradient(0), owner=scored_rows),
-        ("backward", "token_logprobs", None, "lm_head"),
-    ),
-    "weight gradient of layer 3's down_proj": (
-        lambda m: later("fold_outer", fold, every=7 * LAYERS, at=0, owner=linear_op),
-        ("backward", "linear", 3, "down_proj"),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found_at_its_op_and_layer(model, fault, found, work):
-    plant, expected = FAULTS[fault]
-    with plant(model):
+@pytest.mark.parametrize(("op", "fault", "where", "expected"), FAULTS, ids=[f[3] for f in FAULTS])
+def test_a_planted_fault_is_found_at_its_op_and_layer(
+    model, op, fault, where, expected, found, work
+):
+    with planted(model, op, fault, where):
         result = found()
     assert not result.equal and result.promised
     first = result.first
-    assert (first.pass_, first.op, first.layer, first.module.split(".")[-1]) == expected
+    names = (first.pass_, first.op, first.layer, first.module.split(".")[-1])
+    assert " ".join(map(str, names)) == expected
     if first.position is not None:
         row = work.prompt_lengths[0] - 1 + ROW if first.op == "token_logprobs" else ROW
         assert (first.sequence, first.position, first.tokens) == (0, row, 1)

@@ -1,9 +1,9 @@
 """Every metric that a run logs is described, and every description is of a metric."""
 
-import pytest
+from fnmatch import fnmatchcase
 
 from rl_consistency.parity.foreign_drift import DEFINITIONS
-from rl_consistency.parity.metrics import METRICS, all_metrics, metric_of
+from rl_consistency.parity.metrics import all_metrics
 
 ELSEWHERE = {"consistency/schedule_audit"}
 """Logged on a GPU alone."""
@@ -19,13 +19,7 @@ def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     others |= {"algorithm.balance_coefficient": 0.1}
     _, more = tiny_run.of_its_own("ppo", **ppo, **others)
     logged = {name for row in rows + more for name in row} - {"step"}
-    assert all(metric_of(name) for name in logged)
-    exact = {name for name, _ in all_metrics() if "*" not in name}
+    known = [name for name, _ in all_metrics()]
+    assert [n for n in logged if not any(fnmatchcase(n, pattern) for pattern in known)] == []
+    exact = {name for name in known if "*" not in name}
     assert exact - logged == ELSEWHERE
-
-
-def test_a_name_that_nobody_described_is_an_error():
-    with pytest.raises(KeyError, match="reward_mean"):
-        metric_of("reward_mean")
-    assert metric_of("reward/gsm8k").text.startswith("mean of one reward function")
-    assert metric_of("reward/mean") is METRICS["Reward"]["reward/mean"]

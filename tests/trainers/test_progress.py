@@ -8,7 +8,7 @@ from rich.console import Console
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.strategies.strategy import Strategy
-from rl_consistency.trainers.tracking.console import ConsoleTable
+from rl_consistency.trainers.tracking import ConsoleTable
 
 
 class Clock:

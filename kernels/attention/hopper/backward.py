@@ -338,6 +338,15 @@ def query_layout(columns):
 
 
 @gluon.jit
+def _copy_queries(
+    q_desc, do_desc, STATISTICS, ring, full, done, place, GROUP: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """`copy_queries` by `walk`: Triton 3.6 takes no function as an argument of a warp."""
+    copy_queries(q_desc, do_desc, STATISTICS, ring, full, done, place, walk, GROUP, DIM, WINDOWED)
+
+
+@gluon.jit
 def chain_view(buf):
     """A box of the chains in shared memory as [QUERIES, columns]."""
     columns: gl.constexpr = buf.shape[0] * ROW // QUERIES
@@ -463,7 +472,8 @@ def load_rows(X, buffer, rows, strides, HEAD_DIM: gl.constexpr):
     DIM: gl.constexpr = buffer.shape[1]
     # 16 bytes a thread, whole rows a warp.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
-    pointer, mask = _places(X, rows, strides, HEAD_DIM, buffer.shape, layout)
+    shape: gl.constexpr = buffer.shape
+    pointer, mask = _places(X, rows, strides, HEAD_DIM, shape, layout)
     buffer.store(gl.load(pointer, mask=mask, other=0.0))
 
 
@@ -472,7 +482,9 @@ def write_gradient(X, sums, scale, rows, strides, HEAD_DIM: gl.constexpr):
     """Round `sums` times `scale` [rows, DIM] to HEAD_DIM columns of one head, up to the sequence's
     end; see `_places`."""
     value = sums * scale + 0.0
-    pointer, mask = _places(X, rows, strides, HEAD_DIM, value.shape, value.type.layout)
+    shape: gl.constexpr = value.shape
+    layout: gl.constexpr = value.type.layout
+    pointer, mask = _places(X, rows, strides, HEAD_DIM, shape, layout)
     gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
 
 
@@ -657,9 +669,9 @@ def attention_backward_hopper_kernel(
                 scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
-            (copy_queries, (
+            (_copy_queries, (
                 q_desc, do_desc, STATISTICS, (q_bufs, do_bufs, lse_buf, delta_buf), full, done,
-                place, walk, GROUP, DIM, WINDOWED,
+                place, GROUP, DIM, WINDOWED,
             )),
             (_fetch_chains, (
                 CHAINS, chain_desc, in_buf, counters, ready, gone, place, GROUP, DIM, WINDOWED,

@@ -347,7 +347,8 @@ def write_sums(sums, m, lanes, acc, rows, KV_HEADS: gl.constexpr, GROUP: gl.cons
     DIM: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     place, known, at, kept = _sums_at(rows, 0, R, DIM, DIM, KV_HEADS, GROUP, layout)
-    _, _, lanes_at, lanes_kept = _sums_at(rows, 0, R, 8, 8, KV_HEADS, GROUP, lanes.type.layout)
+    added: gl.constexpr = lanes.type.layout
+    _, _, lanes_at, lanes_kept = _sums_at(rows, 0, R, 8, 8, KV_HEADS, GROUP, added)
     gl.store(sums[1] + lanes_at, lanes, mask=lanes_kept)
     gl.store(sums[2] + at, acc, mask=kept)
     gl.store(sums[0] + place, gl.convert_layout(m, gl.SliceLayout(1, layout)), mask=known)

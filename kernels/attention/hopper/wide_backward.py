@@ -231,6 +231,15 @@ def _walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
+def _copy_queries(
+    q_desc, do_desc, STATISTICS, ring, full, done, place, GROUP: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """`copy_queries` by `_walk`: Triton 3.6 takes no function as an argument of a warp."""
+    copy_queries(q_desc, do_desc, STATISTICS, ring, full, done, place, _walk, GROUP, DIM, WINDOWED)
+
+
+@gluon.jit
 def _fold_dkv(
     K, V, dK, dV, ring, k_buf, v_buf, p_buf, ds_buf, full, done, place, factor, scale, stride_kt,
     stride_kh, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
@@ -325,8 +334,8 @@ def attention_wide_dkv_kernel(
                 stride_kt, stride_kh, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt,
                 stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
-            (copy_queries, (
-                q_desc, do_desc, STATISTICS, ring, full, done, place, _walk, GROUP, DIM, WINDOWED,
+            (_copy_queries, (
+                q_desc, do_desc, STATISTICS, ring, full, done, place, GROUP, DIM, WINDOWED,
             )),
         ],
         [1],

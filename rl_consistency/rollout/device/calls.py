@@ -187,11 +187,8 @@ Call = TypeVar("Call", bound=StaticCall)
 
 
 class CallGraphs(GraphCache[Shape, Captured[Call]]):
-    """Captured calls by shape.
-
-    `prepare` makes what must not be made during a capture, and returns what the graphs read and the
-    model may replace.
-    """
+    """Captured calls by shape. `prepare` makes what must not be made during a capture, and returns
+    what the graphs read and the model may replace."""
 
     def __init__(
         self, state: DeviceState, cache: KVCache, compute: Compute, prepare: Callable[[], object]

@@ -59,10 +59,8 @@ class Shape:
 
     rows: int
     width: int
-    truncates: bool
-    """Whether the sampler restricts any row's support; it moves no bit of the others."""
-    shared: bool
-    """Whether sequences that share keys may have them read once; it moves no bit."""
+    truncates: bool  # whether the sampler restricts any row's support: no bit of the others
+    shared: bool  # whether sequences that share keys may have them read once: no bit
     context: int  # most keys of a sequence: `context_bound`
     stock: frozenset[str]  # ops on their stock path
 

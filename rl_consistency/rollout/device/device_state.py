@@ -40,10 +40,8 @@ class StagedFields:
             self.nbytes += -(-size // ALIGNMENT) * ALIGNMENT
 
     def on_host(self, device: torch.device) -> tuple[Tensor, dict[str, NDArray[Any]]]:
-        """A fresh buffer [nbytes] uint8 to fill, pinned for a GPU, and the arrays in it.
-
-        The caller may drop it once copies from it are queued: torch reuses it when they are done.
-        """
+        """A fresh buffer [nbytes] uint8 to fill, pinned for a GPU, and the arrays in it. It may be
+        dropped once copies from it are queued: torch reuses it when they are done."""
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         memory = buffer.numpy()
         return buffer, {
@@ -108,7 +106,8 @@ class DeviceState:
         self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Write a sequence's sampling params, stream key and blocks to its slot."""
+        """Write a sequence's sampling params, stream key and blocks to its slot, in place of those
+        of its last holder."""
         slot, params = sequence.slot, sequence.params
         if slot is None or not 0 <= slot < self.dummy_slot:
             raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")

@@ -37,7 +37,6 @@ from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
 MEMORY_BOUND_TOKENS = 256  # up to here reading the weights takes longer than multiplying by them
@@ -66,14 +65,11 @@ class PendingStep:
     chunks: list[ScheduledChunk]  # those that sample, in the order of the launch
     calls: list[SampledRows]
     done: torch.cuda.Event | None
-    replayed_prefill: bool
-    """Whether chunks of several tokens ran through graphs."""
+    replayed_prefill: bool  # whether chunks of several tokens ran through graphs
 
     def wait(self) -> list[SampledTokens]:
-        """Wait for this step alone; returns what each of `chunks` sampled.
-
-        A logprob is NaN where the row's logits are.
-        """
+        """Wait for this step alone; returns what each of `chunks` sampled, a NaN logprob where the
+        row's logits are."""
         if self.done is not None:
             self.done.synchronize()
         sampled: dict[int, SampledTokens] = {}
@@ -109,6 +105,7 @@ class ModelRunner:
             dummy_block=self.num_blocks,
             device=self.device,
         )
+        self.admit = self._state.admit
         self._captured_from = self._read_by_graphs(0)
         self._stream = self._current_stream()
         self.decode_graphs: DecodeGraphs | None = None
@@ -173,10 +170,6 @@ class ModelRunner:
         call = RaggedCall.padding(shape, self._state, self.block_size)
         places = torch.from_numpy(call.arrays["places"]).to(self.device)
         attend_to_anything(self._model, call.paged(self._cache, places))
-
-    def admit(self, sequence: RolloutSequence) -> None:
-        """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
-        self._state.admit(sequence)
 
     @torch.no_grad()
     def launch(self, chunks: Sequence[ScheduledChunk]) -> PendingStep:

@@ -67,10 +67,8 @@ class PaddedShape:
     """What a call is captured for."""
 
     rows: int
-    sampled: int
-    """Rows that are sampled from, padding included."""
-    truncates: bool
-    """Whether the sampler restricts any row's support; it moves no bit of the others."""
+    sampled: int  # rows that are sampled from, padding included
+    truncates: bool  # whether the sampler restricts any row's support: no bit of the others
 
 
 class PaddedCall(StaticCall):

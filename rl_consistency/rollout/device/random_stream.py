@@ -9,12 +9,14 @@ first two output words: the upper 27 bits of one, the upper 26 of the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
+from rl_consistency.kernels.sampling.vocabulary_triton import philox_uniforms
 
 ROUNDS = 10
 KEY_WORDS = 5  # words of a stream key: seed low and high, sample index, prompt id low and high
@@ -25,19 +27,20 @@ _WORD = 0xFFFFFFFF
 
 
 def stream_keys(
-    seeds: ArrayLike, prompt_ids: ArrayLike, sample_indices: ArrayLike
+    seeds: Sequence[int], prompt_ids: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.int64]:
     """What of a number's address stays the same along a sample: [n, 5] 32-bit words.
 
     Each argument [n] holds non-negative integers: seeds and prompt ids below 2**64, sample indices
     below 2**32 (a ValueError otherwise).
     """
-    seed = _words("seeds", seeds, 64)
-    prompt_id = _words("prompt_ids", prompt_ids, 64)
-    sample_index = _words("sample_indices", sample_indices, 32)
-    low, high = np.uint64(_WORD), np.uint64(32)
-    words = (seed & low, seed >> high, sample_index, prompt_id & low, prompt_id >> high)
-    return np.stack(words, axis=1).astype(np.int64)
+    given = {"seeds": (seeds, 64), "prompt_ids": (prompt_ids, 64)}
+    for name, (values, bits) in (given | {"sample_indices": (sample_indices, 32)}).items():
+        if not all(0 <= value < 2**bits for value in values):
+            raise ValueError(f"{name} must lie in [0, 2**{bits}), got {values}")
+    samples = zip(seeds, prompt_ids, sample_indices, strict=True)
+    words = [(s & _WORD, s >> 32, index, p & _WORD, p >> 32) for s, p, index in samples]
+    return np.array(words, dtype=np.int64).reshape(-1, KEY_WORDS)
 
 
 def device_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
@@ -74,11 +77,3 @@ def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
     lower = (multiplier & 0xFFFF) * word
     low = (((upper & 0xFFFF) << 16) + lower) & _WORD
     return (upper + (lower >> 16)) >> 16, low
-
-
-def _words(name: str, values: ArrayLike, bits: int) -> NDArray[np.uint64]:
-    values = list(values)  # type: ignore[arg-type]
-    low, high = min(values, default=0), max(values, default=0)
-    if low < 0 or high >= 2**bits:
-        raise ValueError(f"{name} must lie in [0, 2**{bits}), got {low} to {high}")
-    return np.array(values, dtype=np.uint64)

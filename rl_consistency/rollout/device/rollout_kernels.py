@@ -122,7 +122,7 @@ def _up_to(most: int, first: int, *, factor: int) -> list[int]:
 
 
 class RolloutKernels:
-    """The kernels of one runner, those of the weights digest among them.
+    """The kernels of one runner, and of the weights digest.
 
     Nothing is compiled ahead on a CPU, nor while modules have hooks, which would see values that
     mean nothing. Ranks of one machine share its cores, and the first of them shows the line.
@@ -174,10 +174,8 @@ class RolloutKernels:
         return self._compile(bounds, captures) if self._runner.device.type == "cuda" else 0
 
     def compile_for(self, sequences: Sequence[RolloutSequence]) -> None:
-        """Compile the kernels that these sequences need, before the first rollout of their kind.
-
-        A later rollout that is larger has its sizes rounded up, so that few kernels are compiled.
-        """
+        """Compile what these sequences need, before the first rollout of their kind; the
+        sizes of a later, larger one are rounded up, so that few kernels are compiled."""
         if not sequences:
             return
         draft = max(s.params.speculation for s in sequences)

@@ -33,7 +33,7 @@ from rl_consistency.kernels.linear.schedules import MOST_FUSED_ROWS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.sampling import draw_triton, statistics_triton, support_triton
+from rl_consistency.kernels.sampling import support_triton, vocabulary_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
 from rl_consistency.kernels.token_logprobs import head_triton
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
@@ -56,9 +56,9 @@ SAMPLING_SIZES = (
     (support_triton, "SPLIT_BLOCKS", (8, 64)),
     (support_triton, "TOP_BLOCKS", (4, 32)),
     (support_triton, "PIVOTS", (4, 8)),
-    (draw_triton, "WEIGHT_BLOCKS", (4, 32)),
-    (draw_triton, "PICK_BLOCKS", (256, 512)),
-    (draw_triton, "LOGPROB_ROWS", (32, 64)),
+    (vocabulary_triton, "WEIGHT_BLOCKS", (4, 32)),
+    (vocabulary_triton, "PICK_BLOCKS", (256, 512)),
+    (vocabulary_triton, "LOGPROB_ROWS", (32, 64)),
 )
 """Tiles and splits of sampling: the module and name of each, and other values to compare with."""
 
@@ -192,7 +192,7 @@ def token_logprobs(setup: OpSetup) -> Iterator[Launch]:
     hidden, weight, targets = head_probe(setup, min(setup.rows, MAX_ROWS))
     rows = sampling_in_turn(KINDS, len(hidden), setup.device)
     divisor = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
-    logits, of_rows = lm_head_logits(hidden, weight), statistics_triton
+    logits, of_rows = lm_head_logits(hidden, weight), vocabulary_triton
 
     def from_logits(schedule: str, logits: Tensor, divisor: Tensor) -> Tensor:
         return of_rows.vocabulary_row_statistics(logits, divisor, False, None, schedule)

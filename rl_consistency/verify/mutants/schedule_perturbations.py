@@ -26,7 +26,7 @@ from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
-from rl_consistency.kernels.sampling import statistics_triton, support_triton
+from rl_consistency.kernels.sampling import support_triton, vocabulary_triton
 from rl_consistency.verify.checks.schedules import norm_backward_entries
 from rl_consistency.verify.mutants.mutant import mutant
 from rl_consistency.verify.mutants.perturbations import blockwise_attention
@@ -61,7 +61,7 @@ def _large_launchers() -> list[Pair]:
     """Products, the fold of their gradients, attention, statistics of the vocabulary."""
     product, outer = matmul_triton.matmul_fwd, outer_triton.launch_outer
     attend = attention_triton.attention_fwd
-    statistics = statistics_triton.vocabulary_row_statistics
+    statistics = vocabulary_triton.vocabulary_row_statistics
     folds = gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]
 
     def mutant_product(

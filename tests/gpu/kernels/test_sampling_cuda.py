@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
-from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
 )
+from rl_consistency.kernels.sampling.vocabulary_triton import philox_uniforms
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 from tests.kernels.sampling.references import (

@@ -11,7 +11,7 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
-from rl_consistency.kernels.sampling.statistics_triton import vocabulary_shifted
+from rl_consistency.kernels.sampling.vocabulary_triton import vocabulary_shifted
 from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
 from rl_consistency.kernels.token_logprobs.head_triton import token_gradient, token_gradient_table
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits, token_logprobs

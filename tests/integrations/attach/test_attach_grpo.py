@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_consistency.integrations import attach as attaching
-from rl_consistency.integrations import label_answer, rollout_drift
+from rl_consistency.integrations import rollout_drift
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.scoring.token_logprobs import label_logprobs
@@ -25,8 +25,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", quick_at("plain", VARIANTS))
-def test_no_token_differs_on_a_first_update(options, directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, **options)
+def test_no_token_differs_on_a_first_update(options, attach, make):
+    trainer = make(**options)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     attachment = attach(trainer)
     trainer.train()
@@ -39,7 +39,7 @@ def test_no_token_differs_on_a_first_update(options, directory, tmp_path, attach
     assert any(not torch.equal(was, now) for was, now in moved)
 
 
-def test_checkpointing_does_not_keep_rollouts_from_graphs(directory, tmp_path, attach, monkeypatch):
+def test_checkpointing_does_not_keep_rollouts_from_graphs(monkeypatch, run):
     """TRL trains with it by default and enables it again after every rollout."""
     states, begin = [], ModelRunner.begin
 
@@ -48,21 +48,15 @@ def test_checkpointing_does_not_keep_rollouts_from_graphs(directory, tmp_path, a
         states.append(runner._captured_from[1][1])
 
     monkeypatch.setattr(ModelRunner, "begin", noted)
-    trainer = grpo(directory, tmp_path, max_steps=3, gradient_checkpointing=True)
-    attach(trainer)
-    trainer.train()
+    run(max_steps=3, gradient_checkpointing=True)
     assert len(states) == 3 and states[0] == states[1] == states[2] and not states[0].hooked
 
 
 @pytest.mark.parametrize(
     "options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=lambda o: next(iter(o))
 )
-def test_later_updates_on_a_rollout_are_logged_under_another_name(
-    options, directory, tmp_path, attach
-):
-    trainer = grpo(directory, tmp_path, max_steps=4, **options)
-    attachment = attach(trainer)
-    trainer.train()
+def test_later_updates_on_a_rollout_are_logged_under_another_name(options, run):
+    trainer, attachment = run(max_steps=4, **options)
     for entry in trainer.state.log_history[:4]:
         first = entry["step"] in (1, 3)
         assert ("consistency/tokens" in entry) == first
@@ -71,16 +65,14 @@ def test_later_updates_on_a_rollout_are_logged_under_another_name(
     assert min(logged(trainer, "off_policy/mismatched_tokens")) > 0
 
 
-def test_a_batch_without_a_token_to_train_on_has_a_gradient_of_zero(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, mask_truncated_completions=True, max_completion_length=1)
-    attachment = attach(trainer)
-    trainer.train()
+def test_a_batch_without_a_token_to_train_on_has_a_gradient_of_zero(run):
+    trainer, attachment = run(mask_truncated_completions=True, max_completion_length=1)
     assert logged(trainer, "completions/clipped_ratio") == [1.0, 1.0]
     assert logged(trainer, "grad_norm") == [0.0, 0.0] and attachment.drift is None
 
 
-def test_the_scores_are_those_of_trl_within_rounding(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, temperature=0.7)
+def test_the_scores_are_those_of_trl_within_rounding(attach, make):
+    trainer = make(temperature=0.7)
     ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[0, 0, *[1] * 7], [*[1] * 8, 0]])
 
@@ -97,8 +89,8 @@ def test_the_scores_are_those_of_trl_within_rounding(directory, tmp_path, attach
     assert not any(map(torch.equal, stock, ours))
 
 
-def test_detach_gives_back_what_was_found(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, beta=0.1)
+def test_detach_gives_back_what_was_found(attach, make):
+    trainer = make(beta=0.1)
     models = (trainer.model, trainer.ref_model)
     found = dict(vars(trainer))
     forwards = [model.forward.__func__ for model in models]
@@ -117,17 +109,10 @@ def test_detach_gives_back_what_was_found(directory, tmp_path, attach):
     assert not logged(trainer, "consistency/tokens") and logged(trainer, "loss")
 
 
-def test_evaluation_leaves_the_rollout_that_is_trained_on(directory, tmp_path, attach):
-    trainer = grpo(
-        directory,
-        tmp_path,
-        steps_per_generation=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
+def test_evaluation_leaves_the_rollout_that_is_trained_on(run):
+    trainer, _ = run(
+        steps_per_generation=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4
     )
-    attach(trainer)
-    trainer.train()
     assert logged(trainer, "eval_reward") and logged(trainer, "off_policy/tokens")
     assert logged(trainer, "consistency/mismatched_tokens") == [0]
     assert not logged(trainer, "consistency/uncompared_tokens")
@@ -136,7 +121,7 @@ def test_evaluation_leaves_the_rollout_that_is_trained_on(directory, tmp_path, a
 # Negative controls: each plants a fault that the logged drift has to show.
 
 
-def test_a_last_bit_of_one_token_is_counted(directory, tmp_path, monkeypatch, attach):
+def test_a_last_bit_of_one_token_is_counted(monkeypatch, run):
     def nudged(*args, **options):
         scores = label_logprobs(*args, **options)
         row = scores.mask.any(1).nonzero()[0]
@@ -147,15 +132,13 @@ def test_a_last_bit_of_one_token_is_counted(directory, tmp_path, monkeypatch, at
             )
         return scores
 
-    monkeypatch.setattr(label_answer, "label_logprobs", nudged)
-    trainer = grpo(directory, tmp_path)
-    attach(trainer)
-    trainer.train()
+    monkeypatch.setattr(attaching, "label_logprobs", nudged)
+    trainer, _ = run()
     assert logged(trainer, "consistency/mismatched_tokens") == [1, 1]
     assert logged(trainer, "consistency/ulp/max") == [1, 1]
 
 
-def test_an_engine_at_another_temperature_is_seen(directory, tmp_path, monkeypatch, attach):
+def test_an_engine_at_another_temperature_is_seen(monkeypatch, run):
     params = attaching.SamplingParams
 
     class Warmer(attaching.EngineGeneration):
@@ -164,14 +147,12 @@ def test_an_engine_at_another_temperature_is_seen(directory, tmp_path, monkeypat
             super().__init__(trainer, policy, warmer, *others)
 
     monkeypatch.setattr(attaching, "EngineGeneration", Warmer)
-    trainer = grpo(directory, tmp_path)
-    attach(trainer)
-    trainer.train()
+    trainer, _ = run()
     assert min(logged(trainer, "consistency/mismatch_fraction")) > 0.5
 
 
 @pytest.mark.parametrize("build", [grpo, sft])
-def test_mutant_trl_s_fused_head_left_in_place(build, directory, tmp_path, monkeypatch, attach):
+def test_mutant_trl_s_fused_head_left_in_place(build, monkeypatch, attach, make):
     """TRL's head would answer every call in training, over the patched layers."""
     patched = attaching.Attachment._patch
 
@@ -181,7 +162,7 @@ def test_mutant_trl_s_fused_head_left_in_place(build, directory, tmp_path, monke
         model.forward = fused
 
     monkeypatch.setattr(attaching.Attachment, "_patch", left)
-    trainer = build(directory, tmp_path)
+    trainer = make(build)
     attach(trainer)
     message = r"forward replaced .* by trl\..*add_fused_lm_head.*attach"
     with pytest.raises(UnsupportedModelError, match=message):
@@ -189,22 +170,16 @@ def test_mutant_trl_s_fused_head_left_in_place(build, directory, tmp_path, monke
     assert trainer.state.global_step == 0
 
 
-def test_mutant_a_later_update_that_is_reported_as_the_first(
-    directory, tmp_path, monkeypatch, attach
-):
+def test_mutant_a_later_update_that_is_reported_as_the_first(monkeypatch, run):
     made = rollout_drift._MicroBatch
     monkeypatch.setattr(rollout_drift, "_MicroBatch", lambda first, *rest: made(True, *rest))
-    trainer = grpo(directory, tmp_path, num_iterations=2)
-    attach(trainer)
-    trainer.train()
+    trainer, _ = run(num_iterations=2)
     first, second = logged(trainer, "consistency/mismatched_tokens")
     assert first == 0 < second
 
 
-def test_tokens_that_no_rollout_sampled_are_counted(directory, tmp_path, monkeypatch, attach):
+def test_tokens_that_no_rollout_sampled_are_counted(monkeypatch, run):
     monkeypatch.setattr(rollout_drift.RolloutDrift, "sampled", lambda *_: None)
-    trainer = grpo(directory, tmp_path)
-    attach(trainer)
-    trainer.train()
+    trainer, _ = run()
     assert all(count > 0 for count in logged(trainer, "consistency/uncompared_tokens"))
     assert len(logged(trainer, "consistency/uncompared_tokens")) == 2

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_consistency.integrations import generation
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.rollout.completion import routing_of
-from tests.integrations.trainers import grpo, logged, sft
+from tests.integrations.trainers import logged, sft
 
 SIZES = {
     "vocab_size": 259,
@@ -32,10 +32,8 @@ def made(**changes):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES | changes))
 
 
-def test_no_token_differs_on_a_first_update(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
-    attachment = attach(trainer)
-    trainer.train()
+def test_no_token_differs_on_a_first_update(run):
+    trainer, attachment = run(model=made(), router_aux_loss_coef=0.0)
     compared = logged(trainer, "consistency/tokens")
     assert sum(compared) == attachment.drift.tokens > 0
     assert logged(trainer, "consistency/mismatched_tokens") == [0] * len(compared)
@@ -43,9 +41,7 @@ def test_no_token_differs_on_a_first_update(directory, tmp_path, attach):
     assert attachment.drift.rerouted_tokens == 0
 
 
-def test_a_token_that_met_other_experts_is_counted_and_told(
-    directory, tmp_path, attach, monkeypatch
-):
+def test_a_token_that_met_other_experts_is_counted_and_told(tmp_path, attach, monkeypatch, make):
     """Negative control: equal logprobs alone do not pass."""
 
     def rerouted(completions):
@@ -53,7 +49,7 @@ def test_a_token_that_met_other_experts_is_counted_and_told(
         return [first + 1, *others]
 
     monkeypatch.setattr(generation, "routing_of", rerouted)
-    trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
+    trainer = make(model=made(), router_aux_loss_coef=0.0)
     attachment = attach(trainer)
     with pytest.warns(UserWarning, match="0 of .* tokens have other logprobs .* met other experts"):
         trainer.train()
@@ -62,26 +58,23 @@ def test_a_token_that_met_other_experts_is_counted_and_told(
     assert not (tmp_path / "replay").exists()
 
 
-def test_a_stock_trainer_is_measured_without_its_experts(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
-    attachment = attach(trainer, measure_only=True)
-    trainer.train()
+def test_a_stock_trainer_is_measured_without_its_experts(run):
+    options = {"model": made(), "router_aux_loss_coef": 0.0}
+    _, attachment = run(**options, attached={"measure_only": True})
     assert attachment.drift.tokens > 0 and attachment.drift.rerouted_tokens is None
 
 
-def test_the_auxiliary_loss_over_the_batch_is_refused_by_name(directory, tmp_path, attach):
+def test_the_auxiliary_loss_over_the_batch_is_refused_by_name(attach, make):
     """TRL adds it to every mixture of experts, unless it is told not to."""
-    with pytest.raises(ValueError, match="router_aux_loss_coef=0.001: .* no sum over sequences"):
-        attach(grpo(directory, tmp_path, model=made()))
+    with pytest.raises(ValueError, match="aux_loss_enabled=True; .* no sum over sequences"):
+        attach(make(model=made()))
     model = made(output_router_logits=True)
-    trainer = grpo(directory, tmp_path, model=model, router_aux_loss_coef=0.0)
+    trainer = make(model=model, router_aux_loss_coef=0.0)
     with pytest.raises(UnsupportedModelError, match="output_router_logits=True, .* no sum over"):
         attach(trainer)
 
 
-def test_a_sparse_model_is_fine_tuned_without_the_auxiliary_loss(directory, tmp_path, attach):
+def test_a_sparse_model_is_fine_tuned_without_the_auxiliary_loss(run):
     """TRL writes the coefficient into the config, beside the model's own copy of it."""
-    trainer = sft(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
-    attach(trainer)
-    trainer.train()
+    trainer, _ = run(sft, model=made(), router_aux_loss_coef=0.0)
     assert logged(trainer, "loss")

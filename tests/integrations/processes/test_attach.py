@@ -44,7 +44,7 @@ def trained(world, directory, folder, batch, *callbacks):
     for callback in callbacks:
         trainer.add_callback(callback(trainer))
     with rl_consistency.attach(trainer) as attachment:
-        sampled = trainer.vllm_generation._drift._samples
+        sampled = trainer.vllm_generation.drift._samples
         trainer.train()
     return {
         "wrapper": type(trainer.model_wrapped).__name__,

@@ -20,7 +20,7 @@ from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.route import router_choice_op
 from rl_consistency.kernels.pointwise.glu import glu_bwd_op
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_fwd_op
-from rl_consistency.kernels.sampling.statistics_triton import (
+from rl_consistency.kernels.sampling.vocabulary_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
 )

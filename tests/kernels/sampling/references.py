@@ -8,8 +8,8 @@ import triton.language as tl
 
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
 from rl_consistency.kernels.sampling.op import distribution, inverse_cdf, sorted_support
-from rl_consistency.kernels.sampling.statistics_triton import vocabulary_shifted
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
+from rl_consistency.kernels.sampling.vocabulary_triton import vocabulary_shifted
 
 LAST = 1.0 - 2.0**-53
 

@@ -7,15 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
+from rl_consistency.kernels.sampling import vocabulary_triton
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
     triton_distribution,
 )
-from rl_consistency.kernels.sampling.statistics_triton import order_key
 from rl_consistency.kernels.sampling.support_triton import share
+from rl_consistency.kernels.sampling.vocabulary_triton import order_key
 from tests.kernels.sampling.references import KINDS, by_selection, by_sort, logits
 
 pytestmark = [
@@ -156,7 +156,7 @@ def signed_key(z):
 def test_zeros_of_both_signs_are_equal(monkeypatch):
     values, rows = torch.tensor([[-1.0, -0.0, 0.0, -0.0]]), SamplingRows.uniform(1, top_k=2)
     assert by_selection(values, rows).tolist() == [[False, True, True, False]]
-    for module in (sampling_support_triton, vocabulary_statistics_triton):
+    for module in (sampling_support_triton, vocabulary_triton):
         monkeypatch.setattr(module, "order_key", signed_key)
     assert by_selection(values, rows).tolist() != [[False, True, True, False]]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.sampling import draw_triton as sampling_triton
+from rl_consistency.kernels.sampling import vocabulary_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from tests.kernels.sampling.references import LAST, by_torch, uniforms_of
 
@@ -109,7 +109,7 @@ def test_uniforms_of_another_form_are_refused():
 
 def test_numbers_of_rows_share_a_compiled_kernel():
     """Else a new process compiles three: one row, multiples of 16, and others."""
-    kernels = [sampling_triton.uniforms_kernel, sampling_triton.weights_kernel]
-    kernels += [sampling_triton.pick_kernel, sampling_triton.logprobs_kernel]
+    kernels = [vocabulary_triton.uniforms_kernel, vocabulary_triton.weights_kernel]
+    kernels += [vocabulary_triton.pick_kernel, vocabulary_triton.logprobs_kernel]
     for kernel in kernels:
         assert "num_rows" in (kernel.kwargs["do_not_specialize"] or ()), kernel.__name__

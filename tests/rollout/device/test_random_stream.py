@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_consistency.kernels.sampling.draw_triton import philox_uniforms
+from rl_consistency.kernels.sampling.vocabulary_triton import philox_uniforms
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 
 WORD = np.uint64(0xFFFFFFFF)

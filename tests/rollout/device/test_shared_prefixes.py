@@ -46,13 +46,6 @@ def test_the_samples_of_prompts_that_stand_mixed_are_brought_together():
     assert found(rows, pasts) == [({0, 2, 4}, 256), ({1, 3}, 512)]
 
 
-def test_keys_are_shared_in_whole_blocks_of_the_fold():
-    for blocks, keys in ((8, 128), (15, 128), (16, 256)):
-        rows = group(0, blocks, [1, 1])
-        assert found(rows, [16 * len(row) - 1 for row in rows]) == [({0, 1}, keys)]
-    assert found(group(0, 7, [1, 1]), [127, 127]) == []
-
-
 def test_only_keys_before_the_queries_of_each_are_shared():
     rows = group(0, 16, [1, 1])
     assert found(rows, [256, 260]) == [({0, 1}, 256)]

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.rollout.device import model_runner
+from rl_consistency.rollout.device.device_state import DeviceState
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import content
@@ -177,8 +178,8 @@ def test_a_random_stream_keyed_by_batch_row_is_caught(session, monkeypatch):
         admit(self, sequence)
         sequence.prompt_id, sequence.sample_index = kept
 
-    admit = model_runner.ModelRunner.admit
-    monkeypatch.setattr(model_runner.ModelRunner, "admit", by_slot)
+    admit = DeviceState.admit
+    monkeypatch.setattr(DeviceState, "admit", by_slot)
     one, many = (content(run(engine_of(session.model, max_num_seqs=n))) for n in (1, 32))
     assert one != many
 

@@ -38,14 +38,6 @@ def in_thread(call):
     return wait
 
 
-def test_a_second_generate_waits_for_the_first(engine):
-    expected = {seed: drawn(engine, seed) for seed in range(4)}
-    for _ in range(3):
-        waits = {seed: in_thread(lambda seed=seed: drawn(engine, seed)) for seed in range(4)}
-        assert {seed: wait() for seed, wait in waits.items()} == expected
-    assert not engine.has_unfinished
-
-
 def while_it_runs(engine):
     """What a `generate` gives, and what another gives that a thread calls during it."""
     waits = []

@@ -12,7 +12,7 @@ from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.step_files import MetricsFile
-from rl_consistency.trainers.tracking.console import ConsoleTable
+from rl_consistency.trainers.tracking import ConsoleTable
 
 DRAWING = """
 import random

@@ -11,10 +11,10 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-from rl_consistency.trainers.tracking import trackers
 
 
 def test_a_run_leaves_what_it_promises(tiny_run):
@@ -89,7 +89,7 @@ def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch
         def close(self, *, failed):
             seen.append(failed)
 
-    monkeypatch.setattr(trackers, "WandbTracker", Wandb)
+    monkeypatch.setattr(tracking, "WandbTracker", Wandb)
     monkeypatch.setattr(run_module, "check_wandb", lambda section, warn: section)
     changes = {"training.steps": 1, "tracking.wandb": {"project": "bits"}}
     tiny_run(**changes)

@@ -3,7 +3,6 @@ import io
 import json
 import math
 import os
-import sys
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from rl_consistency.parity.metrics import all_metrics
 from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.tracking import wandb_tracker
-from rl_consistency.trainers.tracking.console import ConsoleTable
-from rl_consistency.trainers.tracking.trackers import TrackerSet
-from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker, check_wandb
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
 from tests.trainers.tracking.wandb_file import records
 
 STEP = {
@@ -103,15 +100,12 @@ def test_wandb_is_told_the_status_of_a_run(tmp_path, monkeypatch, failed, status
 OFFLINE, ONLINE = WandbSection(project="p"), WandbSection(project="p", mode="online")
 
 
-def test_without_wandb_a_run_is_warned_once_and_the_tracker_is_an_error(tmp_path, monkeypatch):
+def test_without_wandb_a_run_is_warned_once(monkeypatch):
     warned = []
-    monkeypatch.setattr(wandb_tracker, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert check_wandb(OFFLINE, warned.append) is None and check_wandb(None, warned.append) is None
     (line,) = warned
     assert "the run goes on" in line and "pip install 'rl-consistency[wandb]'" in line
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install 'rl-consistency\[wandb\]'"):
-        WandbTracker("project", directory=tmp_path)
 
 
 def test_online_without_a_key_a_run_is_warned_once_with_the_remedy(tmp_path, monkeypatch):
@@ -163,7 +157,7 @@ def test_another_error_of_the_tracker_is_not_hidden(tmp_path, monkeypatch):
     """Negative control: a mistake of ours is no failure of wandb's."""
     pytest.importorskip("wandb", reason="wandb is an optional extra")
     tracker = WandbTracker("project", directory=tmp_path)
-    monkeypatch.setattr(wandb_tracker, "log_drift", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(tracking, "log_drift", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tracker.log(1, STEP)
     tracker.close()
@@ -231,11 +225,6 @@ def test_wandb_shows_drift_as_histograms_a_table_an_artifact_and_an_alert(tmp_pa
     (alert,) = [record.alert for record in found if record.HasField("alert")]
     assert (alert.title, alert.text, alert.level) == (ALERT, "2 of 3 tokens", "ERROR")
     assert alert.wait_duration == 30 * 60 * 1000, "wandb sends no other one before, in ms"
-
-
-def test_an_unknown_wandb_mode_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'offline' or 'online'"):
-        WandbTracker("project", directory=tmp_path, mode="shared")
 
 
 def test_wandb_has_every_metric_and_the_value_that_stands_for_the_run(tmp_path):
