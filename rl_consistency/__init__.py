@@ -15,7 +15,7 @@ _EXPORTS = {
     "token_logprobs": "rl_consistency.models.scoring.token_logprobs",
     "whole_weights": "rl_consistency.models.sharding",
     "Completion": "rl_consistency.rollout.completion",
-    "FailedRequestsError": "rl_consistency.rollout.completion",
+    "FailedRequestsError": "rl_consistency.rollout.failures",
     "RolloutEngine": "rl_consistency.rollout.engine",
     "RolloutStatistics": "rl_consistency.rollout.scheduler",
     "model_digest": "rl_consistency.rollout.weights",
@@ -64,8 +64,9 @@ if TYPE_CHECKING:
     from rl_consistency.parity.drift import compare_logprobs
     from rl_consistency.parity.gradients import check_gradients
     from rl_consistency.parity.localize import localize
-    from rl_consistency.rollout.completion import Completion, FailedRequestsError
+    from rl_consistency.rollout.completion import Completion
     from rl_consistency.rollout.engine import RolloutEngine
+    from rl_consistency.rollout.failures import FailedRequestsError
     from rl_consistency.rollout.progress import progress_bar
     from rl_consistency.rollout.sampling_params import SamplingParams
     from rl_consistency.rollout.scheduler import RolloutStatistics

@@ -23,7 +23,7 @@ What a step of `rl-consistency train` logs to `metrics.jsonl`, to the report and
 column says which value stands for the run in wandb's summary.
 
 `rl-consistency report RUN` draws them into one HTML page, complete in itself
-([a picture](img/report.png), taken by `python tools/screenshot.py`). `rl-consistency dashboard
+([a picture](img/report.png)). `rl-consistency dashboard
 push --entity E --project P` makes a page of the same panels in wandb, and `dashboard show` prints
 that page as JSON; `--trl` is for runs of TRL with `attach`, `--experts` for mixtures of experts, of
 which the report too shows rerouted tokens and the balance loss. The panels are described in

@@ -34,17 +34,14 @@ def group_advantages(
     """
     values = [float(reward) for reward in rewards]
     if group_size < 2:
-        raise ValueError(
-            f"group_size must be at least 2, got {group_size}: a group of one has only itself as "
-            "baseline; sample more completions per prompt"
-        )
+        remedy = "a group of one has no baseline; sample more completions per prompt"
+        raise ValueError(f"group_size must be at least 2, got {group_size}: {remedy}")
     if not values or len(values) % group_size:
-        raise ValueError(
-            f"the rewards must be a positive multiple of group_size {group_size}, got {len(values)}"
-        )
-    groups = (values[i : i + group_size] for i in range(0, len(values), group_size))
+        needed = f"a positive multiple of group_size {group_size}"
+        raise ValueError(f"the rewards must be {needed}, got {len(values)}")
     advantages: list[float] = []
-    for group in groups:
+    for first in range(0, len(values), group_size):
+        group = values[first : first + group_size]
         mean = math.fsum(group) / len(group)
         # The rounded mean of equal numbers need not be that number; no residue may be a signal.
         equal = min(group) == max(group)

@@ -108,12 +108,6 @@ def memory_told(parts: Mapping[str, int], available: int | None) -> list[str]:
     return lines if total <= available else [*lines, f"WARNING: that does not fit: {REMEDY}"]
 
 
-def extrapolated(size: int, small: tuple[int, int], large: tuple[int, int]) -> int:
-    """Bytes at `size` on the line through two measured (size, bytes), one larger than the other."""
-    slope = max(large[1] - small[1], 0) / (large[0] - small[0])
-    return max(round(large[1] + slope * (size - large[0])), 0)
-
-
 def resident(run: Any, kv_cache: int) -> dict[str, int]:
     """Bytes by what stays from step to step, after a step of `run`; and the gradients."""
     parts = {
@@ -137,17 +131,15 @@ def activations(run: Any, recipe: RunConfig) -> dict[str, int]:
     """
     size, length = largest_pass(recipe)
     share = recipe.data.max_prompt_tokens / length
+    small, large = max(length // 8, 2), max(length // 4, 3)
     try:
-        measured = [
-            (short, _peak(run, size, short, max(int(short * share), 1)))
-            for short in (max(length // 8, 2), max(length // 4, 3))
-        ]
+        low, high = (_peak(run, size, n, max(int(n * share), 1)) for n in (small, large))
     except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"a quarter of a pass over {size} sequences of {length} tokens does not fit into the "
-            f"GPU's memory: {REMEDY}."
-        ) from error
-    return {f"activations of {size * length:,} tokens": extrapolated(length, *measured)}
+        problem = f"a quarter of a pass over {size} sequences of {length} tokens does not fit"
+        raise ValueError(f"{problem} into the GPU's memory: {REMEDY}.") from error
+    slope = max(high - low, 0) / (large - small)
+    whole = max(round(high + slope * (length - large)), 0)
+    return {f"activations of {size * length:,} tokens": whole}
 
 
 def largest_pass(recipe: RunConfig) -> tuple[int, int]:

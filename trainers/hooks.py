@@ -23,7 +23,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, list_digest
 from rl_consistency.parity.drift import DriftReport, Sample, compare_logprobs, total_of
-from rl_consistency.parity.gradients import GradientReport, LossFunction, check_gradients
+from rl_consistency.parity.gradients import GradientReport, check_gradients
 from rl_consistency.parity.monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.stock import shadow_stock_path
 from rl_consistency.trainers.run_directory.step_files import Digests
@@ -32,7 +32,7 @@ OnDrift = Literal["raise", "warn", "record"]
 Metrics = dict[str, float | int | str | bool]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rollout:
     """What was sampled in one step, in logical order."""
 
@@ -56,23 +56,20 @@ class Rollout:
         return [Sample(ids[n:], place, *sides) for ids, n, place, *sides in parts]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientStep:
-    """One optimizer step, before clipping: enough to compute its gradients again."""
-
-    sequences: Sequence[Sequence[int]]
-    prompt_lengths: Sequence[int]
-    sampling: Sampling
-    loss: LossFunction
-    """The part of the loss that comes from some of the sequences, weighted by global counts."""
-    first_of_step: bool
-    """Whether it is the first optimizer step on this rollout."""
-    balance: bool = False
-    """Whether the loss reads `TokenLogprobs.balance`."""
-    gradients: Mapping[str, Tensor] | None = None
-    """Whole gradients by name, where `.grad` may not have them."""
-    check: Callable[[], GradientReport] | None = None
-    """Compares them with others of the step, for leaves, ranks and shards; None: the hook does."""
+def regrouped(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    count: int | None,
+    **given: Any,
+) -> GradientReport:
+    """Compare the gradients there are with those of the whole packed batch, and of the first
+    `count` sequences (None: all) with those of other groupings; `given` to `check_gradients`."""
+    check = partial(check_gradients, model, **given)
+    whole = check(sequences, prompt_lengths=prompt_lengths, regroupings=(), compare_present=True)
+    some = check(sequences[:count], prompt_lengths=prompt_lengths[:count])
+    bad = whole.non_finite + some.non_finite
+    return GradientReport(whole.results + some.results, whole.elements, bad)
 
 
 COUNTED = {
@@ -99,7 +96,6 @@ class ConsistencyHook:
     """The patched policy."""
     _: KW_ONLY
     gradient_check_every: int = 0
-    gradient_check_sequences: int | None = None
     value_check_every: int = 0
     shadow_every: int = 0
     micro_batch_size: int | None = None
@@ -205,24 +201,18 @@ class ConsistencyHook:
             self._drifted(message, metrics)
         return metrics
 
-    def on_gradients(self, step: GradientStep) -> Metrics:
-        """Gradients of one optimizer step are complete and not yet clipped."""
-        if not step.first_of_step:
-            return {}
-        if (gradients := step.gradients) is None:
-            gradients = {name: p.grad for name, p in self.model.named_parameters()}
+    def on_gradients(
+        self, gradients: Mapping[str, Tensor], check: Callable[[], GradientReport]
+    ) -> Metrics:
+        """The gradients of a rollout's first optimizer step, by name, are complete and not yet
+        clipped; `check` compares them with others of the same step."""
         each = self._digest("gradients", each_digest, gradients)
         metrics: Metrics = {"consistency/gradient_digest": joint_digest(each)}
-        if self._due(self.gradient_check_every):
-            check = step.check or partial(self._regrouped, step)
-            metrics |= self._compared("gradient_check", check)
-        return metrics
+        return metrics | self._compared("gradient_check", check)
 
     def on_value_gradients(self, check: Callable[[], GradientReport]) -> Metrics:
-        """The critic's gradients of a first optimizer step are complete; `check` compares them with
-        others of the same step. Only in PPO."""
-        due = self._due(self.gradient_check_every)
-        return self._compared("critic_gradient_check", check, "critic: ") if due else {}
+        """The same of a critic, in PPO."""
+        return self._compared("critic_gradient_check", check, "critic: ")
 
     def on_step_end(self) -> Metrics:
         """All optimizer steps on this rollout are done."""
@@ -307,6 +297,8 @@ class ConsistencyHook:
             self._drifted(message, metrics)
 
     def _compared(self, name: str, check: Callable[[], GradientReport], whose: str = "") -> Metrics:
+        if not self._due(self.gradient_check_every):
+            return {}
         started = perf_counter()
         report = check()
         self.counted["gradient_checks"] += 1
@@ -320,25 +312,6 @@ class ConsistencyHook:
         if failure := report.failure():
             self._drifted(f"{whose}{failure}. Run `rl-consistency verify`", metrics)
         return metrics
-
-    def _regrouped(self, step: GradientStep) -> GradientReport:
-        check = partial(
-            check_gradients,
-            self.model,
-            loss=step.loss,
-            sampling=step.sampling,
-            balance=step.balance,
-        )
-        as_trained = check(
-            step.sequences, prompt_lengths=step.prompt_lengths, regroupings=(), compare_present=True
-        )
-        count = self.gradient_check_sequences or len(step.sequences)
-        regrouped = check(step.sequences[:count], prompt_lengths=step.prompt_lengths[:count])
-        return GradientReport(
-            as_trained.results + regrouped.results,
-            as_trained.elements,
-            as_trained.non_finite + regrouped.non_finite,
-        )
 
     def _drifted(self, message: str, metrics: Metrics) -> None:
         message = f"step {self._current.step}: {message}, or set consistency.on_drift to warn."

@@ -58,7 +58,8 @@ def _handlers() -> dict[signal.Signals, Callable[..., Any]]:
 
 
 class Ending:
-    """Whether a signal has asked the run to end. It is heard at the end of a step."""
+    """Signals wait in the block until the caller asks for them, at the end of a step; `speaks` says
+    so, on standard error and in what `progress` tells."""
 
     PATIENCE = 1.0
     """Seconds in which further signals are the same wish: a launcher hands Ctrl-C on."""
@@ -89,7 +90,7 @@ class Ending:
 
     def end(self, number: int) -> None:
         """Do what the signal does to a process, or raise the failure."""
-        self._restore()
+        self.__exit__()
         if self._failure is not None or number == _FAILED:
             raise self._failure or ValueError(_ELSEWHERE)
         signal.raise_signal(number)
@@ -100,19 +101,11 @@ class Ending:
         if any(world.gather("what failed", failure is not None)):
             raise failure or ValueError(_ELSEWHERE)
 
-    def _restore(self) -> None:
+    def __enter__(self) -> Ending:
+        for number in self._handlers:
+            signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def endings_deferred(progress: Progress, *, speaks: bool) -> Iterator[Ending]:
-    """Signals wait for the caller to ask for them; `speaks` says so, on standard error and in what
-    `progress` tells."""
-    ending = Ending(progress, speaks=speaks)
-    try:
-        for number in ending._handlers:
-            signal.signal(number, ending.handle)
-        yield ending
-    finally:
-        ending._restore()

@@ -46,21 +46,15 @@ def check_launch(config: RunConfig) -> None:
     size = _world_size()
     _refuse_unshared(config, size)
     if size > 1 and not _has_local_rank():
-        raise ValueError(
-            f"WORLD_SIZE={size} without LOCAL_RANK: unset it, or start the processes with "
-            "accelerate launch or torchrun"
-        )
+        remedy = "unset it, or start the processes with accelerate launch or torchrun"
+        raise ValueError(f"WORLD_SIZE={size} without LOCAL_RANK: {remedy}")
     _refuse_missing_processes(
         "on a CPU set ACCELERATE_USE_CPU=true and give it --multi_gpu --num_processes N, or use "
         f"torchrun; for one process give it {_ONE}"
     )
     strategy = strategy_of(config.training.strategy)
-    problems = [
-        *_unhonoured(config.run.device),
-        *unfollowed(config.policy.dtype),
-        *strategy_problems(config, strategy),
-    ]
-    if problems:
+    problems = [*_unhonoured(config.run.device), *unfollowed(config.policy.dtype)]
+    if problems := [*problems, *strategy_problems(config, strategy)]:
         raise ValueError("; ".join(problems))
 
 
@@ -70,16 +64,13 @@ def check_machine(config: RunConfig) -> RunConfig:
     ValueError where this process cannot do what the recipe says, before anything is computed.
     """
     check_launch(config)
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "run.device is cuda but torch sees no GPU here; set it to cpu, or install a CUDA build"
-        )
     strategy = strategy_of(config.training.strategy)
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        remedy = "set it to cpu, or install a CUDA build"
+        raise ValueError(f"run.device is cuda but torch sees no GPU here; {remedy}")
     if strategy.startswith("zero") and find_spec("deepspeed") is None:
-        raise ValueError(
-            f"training.strategy {strategy} needs deepspeed, and deepspeed is not installed: "
-            "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
-        )
+        remedy = "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
+        raise ValueError(f"training.strategy {strategy}: deepspeed is not installed: {remedy}")
     training = config.training.model_copy(update={"strategy": strategy})
     return config.model_copy(update={"training": training})
 
@@ -91,10 +82,10 @@ def join(config: RunConfig) -> World:
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[handlers])
     except dist.DistError as error:
+        limit, problem = config.run.collective_timeout, str(error).splitlines()[0]
         raise CollectiveError(
-            f"not all processes of this run came within run.collective_timeout="
-            f"{config.run.collective_timeout} seconds ({str(error).splitlines()[0]}). Look at the "
-            "output of the others."
+            f"not all processes of this run came within run.collective_timeout={limit} seconds "
+            f"({problem}). Look at the output of the others."
         ) from error
     if config.training.strategy != "replicated" and not dist.is_initialized():
         # Shards need a group, also of one process that no launcher started.
@@ -148,10 +139,9 @@ def _refuse_unshared(config: RunConfig, size: int) -> None:
     leaves, ordered = config.consistency.gradient_leaves, config.consistency.ordered
     if ordered and size > 1 and leaves.count == 1:
         raise ValueError(
-            f"WORLD_SIZE={size}: several processes share the leaves of a gradient: set "
-            f"consistency.gradient_leaves to {size} or more (another order than that of 1), set "
-            "consistency.ordered to false (the weights then depend on the number of processes), "
-            "or start one process"
+            f"WORLD_SIZE={size}: start one process, set consistency.gradient_leaves to {size} or "
+            "more (another order than that of 1), or set consistency.ordered to false (the weights "
+            "then depend on the number of processes)"
         )
     if ordered:
         leaves.inner_size(size, 1)
@@ -159,8 +149,7 @@ def _refuse_unshared(config: RunConfig, size: int) -> None:
     for problem in part_problems(config, PartOrder(size)):
         raise ValueError(
             f"consistency.ordered is false, and each of {size} processes computes one leaf: "
-            f"{problem.partition('. ')[0]}. Start fewer processes, or set "
-            "training.micro_batch_size lower"
+            f"{problem.partition('. ')[0]}. Start fewer, or set training.micro_batch_size lower"
         )
 
 
@@ -175,9 +164,8 @@ def _refuse_missing_processes(remedy: str) -> None:
     # only by naming a meeting point.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and not _has_local_rank():
-        raise ValueError(
-            f"accelerate launch was asked for several processes and started one: {remedy}"
-        )
+        problem = "accelerate launch was asked for several processes and started one"
+        raise ValueError(f"{problem}: {remedy}")
 
 
 def _unhonoured(device: str) -> Iterator[str]:
@@ -255,18 +243,14 @@ def strategy_of(given: StrategyName | None) -> StrategyName:
     asked = _asked()
     if given is not None and asked is not None and given != asked:
         engine = FSDP if asked == "fsdp2" else f"{DEEPSPEED}, ZeRO stage {asked[-1]}"
-        raise ValueError(
-            f"training.strategy is {given}, and accelerate launch asks for {asked} ({engine}): "
-            "leave one of them out, or set both to the same"
-        )
+        problem = f"is {given}, and accelerate launch asks for {asked} ({engine})"
+        raise ValueError(f"training.strategy {problem}: leave one of them out, or set both alike")
     return given or asked or "replicated"
 
 
 def unfollowed(dtype: str) -> Iterator[str]:
-    """`setting: reason` for each setting of accelerate's engines that a run does not follow.
-
-    `dtype` is `policy.dtype`.
-    """
+    """`setting: reason` for each setting of accelerate's engines that a run does not follow, with a
+    policy of this dtype."""
     for engine, settings in _ALLOWED.items():
         for name, allowed in settings.items() if is_on(engine) else ():
             text = os.environ.get(name, "").strip()
@@ -292,9 +276,7 @@ def is_on(name: str) -> bool:
     try:
         return str_to_bool(text) == 1
     except ValueError as error:
-        raise ValueError(
-            f"{name} {text}: accelerate reads it as true or false; set it to one, or unset it"
-        ) from error
+        raise ValueError(f"{name} {text}: must be true or false; set it so, or unset it") from error
 
 
 def _asked() -> StrategyName | None:
@@ -302,10 +284,8 @@ def _asked() -> StrategyName | None:
         raise ValueError(f"{FSDP} and {DEEPSPEED}: a run has one strategy; unset one of them")
     if is_on(FSDP):
         if (version := os.environ.get("FSDP_VERSION", "1").strip()) != "2":
-            raise ValueError(
-                f"FSDP_VERSION {version}: FSDP1 flattens parameters, and no order covers that; set "
-                "fsdp_version to 2"
-            )
+            problem = f"FSDP_VERSION {version}: FSDP1 flattens parameters, which no order covers"
+            raise ValueError(f"{problem}; set fsdp_version to 2")
         return "fsdp2"
     if not is_on(DEEPSPEED):
         return None
@@ -317,10 +297,8 @@ def _asked() -> StrategyName | None:
             raise ValueError(f"ZeRO stage {stage} and, in deepspeed_config_file, {own}: give one")
         stage = own
     if (stage := stage or "2") not in STAGES:  # accelerate's default
-        raise ValueError(
-            f"DeepSpeed's ZeRO stage {stage}: the stages are {', '.join(STAGES)}; where each "
-            "process is to hold all, start with --multi_gpu and without DeepSpeed"
-        )
+        other = "to replicate, start with --multi_gpu and without DeepSpeed"
+        raise ValueError(f"ZeRO stage {stage}: the stages are {', '.join(STAGES)}; {other}")
     return STAGES[stage]
 
 

@@ -93,8 +93,9 @@ class ClippedLoss:
     def to(self, device: torch.device | str) -> Self:
         """This loss on another device, detached."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in values.items() if value is not None}
-        return replace(self, **{name: t.detach().to(device) for name, t in tensors.items()})
+        return replace(
+            self, **{n: v.detach().to(device) for n, v in values.items() if v is not None}
+        )
 
     @property
     def clip_fraction(self) -> float:

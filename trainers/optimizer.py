@@ -66,9 +66,9 @@ class PolicyOptimizer:
             norm = self._ranks.norm(gradients)
         if not norm < float("inf"):
             raise GradientNormError(
-                f"the gradient norm is {norm}; no weight was changed. Look for extreme rewards, or "
-                "begin a run with a lower learning rate at an earlier checkpoint (policy.path); "
-                "--resume would end here again."
+                f"the gradient norm is {norm}; no weight was changed, and --resume would end here "
+                "again. Look for extreme rewards, or begin a run at an earlier checkpoint "
+                "(policy.path) with a lower learning rate."
             )
         self.begun += 1
         if self._max_norm is not None and norm > self._max_norm:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 from rl_consistency.models.families import FAMILIES, mixins
-from rl_consistency.models.moe.modules import CanonicalMoEBlock
+from rl_consistency.models.moe import CanonicalMoEBlock
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained, parse_json_object
@@ -63,10 +63,8 @@ def load_policy(
         model = read_model(source, dtype, local=policy.path is not None)
     embedding: Any = model.get_input_embeddings()
     if len(loaded) > (rows := embedding.weight.shape[0]):
-        raise PolicyError(
-            f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}: they do "
-            "not belong together (tokenizer.kind auto takes the model's own)"
-        )
+        problem = f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}"
+        raise PolicyError(f"{problem}: tokenizer.kind auto takes the model's own tokenizer")
     eos_token_ids(model, loaded)
     what = f"{source or 'policy.build'}: a checkpoint could not hold its config.json"
     with TemporaryDirectory() as place, explained(PolicyError, what):
@@ -115,16 +113,13 @@ def check_policy(config: RunConfig, model: PreTrainedModel) -> None:
     of experts in a model without a sparse layer."""
     vocab_size, coefficient = model.config.vocab_size, config.algorithm.balance_coefficient
     if outside := [token for token in config.sampling.stop_token_ids if token >= vocab_size]:
-        raise PolicyError(
-            f"rollout.sampling.stop_token_ids: {outside[0]} is outside the policy's vocabulary of "
-            f"{vocab_size}"
-        )
+        problem = f"{outside[0]} is outside the policy's vocabulary of {vocab_size}"
+        raise PolicyError(f"rollout.sampling.stop_token_ids: {problem}")
     classes = mixins(model.config)
     if coefficient and all(classes.get(type(m)) is not CanonicalMoEBlock for m in model.modules()):
         raise PolicyError(
             f"algorithm.balance_coefficient {coefficient}: this {model.config.model_type} policy "
-            "has no sparse layer, so no experts to balance: set it to 0, or take a mixture of "
-            "experts"
+            "has no sparse layer, so no experts to balance: set it to 0"
         )
 
 
@@ -140,10 +135,8 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     embedding: Any = model.get_input_embeddings()
     rows = embedding.num_embeddings  # ZeRO-3 empties the weight
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
-        raise PolicyError(
-            f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}: mend "
-            "generation_config.json or the tokenizer"
-        )
+        problem = f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}"
+        raise PolicyError(f"{problem}: mend generation_config.json or the tokenizer")
     return tuple(sorted(set(ids)))
 
 
@@ -206,17 +199,14 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _refuse_quantised(config: dict[str, Any], source: str) -> None:
-    quantisation = config.get("quantization_config")
+    kind = config.get("quantization_config")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
-    if quantisation is None and "float8" not in dtype:
+    if kind is None and "float8" not in dtype:
         return
-    kind = quantisation or dtype
-    if isinstance(quantisation, dict):
-        kind = quantisation.get("quant_method", quantisation)
-    raise PolicyError(
-        f"{source} holds quantised weights ({kind}), which are not supported: use a model saved as "
-        f"{' or '.join(DTYPES)}"
-    )
+    if isinstance(kind, dict):
+        kind = kind.get("quant_method", kind)
+    found = f"quantised weights ({kind or dtype}), which are not supported"
+    raise PolicyError(f"{source} holds {found}: use a model saved as {' or '.join(DTYPES)}")
 
 
 def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:
@@ -247,12 +237,10 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
     model, report = loaded
     _refuse_quantised(model.config.to_dict(), str(source))
     # Hugging Face would fill a missing tensor with random numbers and go on.
-    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if keys := sorted(map(str, report.get(problem) or ())):
-            raise PolicyError(
-                f"{source}: its weights do not fit its config.json: {len(keys)} "
-                f"{problem.replace('_', ' ')}, the first is {keys[0]}"
-            )
+    for problem in ("missing", "mismatched", "unexpected"):
+        if keys := sorted(map(str, report.get(f"{problem}_keys") or ())):
+            found = f"{len(keys)} {problem} keys, the first is {keys[0]}"
+            raise PolicyError(f"{source}: its weights do not fit its config.json: {found}")
     _require_finite(model, f"{source}/config.json")
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -270,7 +258,5 @@ def _require_finite(model: PreTrainedModel, source: str) -> None:
             frequencies: Any = module.inv_freq
             scaled = frequencies * getattr(module, "attention_scaling", 1.0)
             if not scaled.isfinite().all():
-                rope = config.rope_parameters
-                raise PolicyError(
-                    f"{source}: rope_parameters {rope} give angles that are not finite"
-                )
+                given = f"rope_parameters {config.rope_parameters}"
+                raise PolicyError(f"{source}: {given} give angles that are not finite")

@@ -36,9 +36,8 @@ from rl_consistency.trainers.launch import (
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import check_policy, load_policy
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards.function import RewardError, fitting_rewards
+from rl_consistency.trainers.rewards import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
-    StepEnd,
     capture,
     load_weights,
     read_weights,
@@ -49,6 +48,7 @@ from rl_consistency.trainers.run_directory.checkpoint import (
 )
 from rl_consistency.trainers.run_directory.directory import (
     CHECKPOINTS,
+    METRICS,
     REFERENCE,
     REPLAY,
     check_directory,
@@ -69,12 +69,14 @@ from rl_consistency.trainers.run_directory.inputs import (
 from rl_consistency.trainers.run_directory.step_files import (
     StepFiles,
     passed,
+    read_metrics,
     summary_of,
     write_summary,
 )
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
+    Say,
     TrackerSet,
     check_wandb,
     take_steps,
@@ -82,7 +84,7 @@ from rl_consistency.trainers.tracking import (
 )
 from rl_consistency.trainers.warm_start import warm_start
 
-Announce = Callable[[str], None]
+HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "on_drift"}
 
 
 def quiet(line: str) -> None:
@@ -95,8 +97,8 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    announce: Announce = print,
-    starting: Announce = quiet,
+    announce: Say = print,
+    starting: Say = quiet,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
@@ -162,12 +164,7 @@ class _Run:
     """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        announce: RunOutput,
-        stack: ExitStack,
-        world: World,
-        starting: Announce,
+        self, config: RunConfig, announce: RunOutput, stack: ExitStack, world: World, starting: Say
     ):
         self.began = time.perf_counter()
         self.config, self.directory = config, config.run.output_dir
@@ -317,16 +314,16 @@ class _Run:
         if regular or ends or (last and self.resumed):
             self.save(step, self.state())
 
-    def state(self) -> StepEnd:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of now, beside weights and optimizers."""
-        return StepEnd(capture(), self.hook.state_dict())
+        return {"random_state": capture(), "totals": self.hook.state_dict()}
 
-    def save(self, step: int, end: StepEnd) -> None:
-        """Write the checkpoint of a step. Every rank calls it."""
+    def save(self, step: int, end: Mapping[str, Any]) -> None:
+        """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
         tensors = {"optimizer": self.optimizer.tensors()}
         tensors |= self.critic.saved() if self.critic else {}
         extra = {
-            "random_state": end.random_state,
+            "random_state": end["random_state"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
@@ -340,7 +337,7 @@ class _Run:
             tokenizer=self.tokenizer,
             **tensors,
             schedule=self.optimizer.schedule_state(),
-            totals=end.totals,
+            totals=end["totals"],
             extra=extra | {"step_files": self.step_files.state()},
             fingerprint=self.continued_under,
             keep=self.config.training.keep_checkpoints,
@@ -351,7 +348,7 @@ class _Run:
     def summarize(self) -> dict[str, Any]:
         """Write `summary.json` and return it."""
         seconds = time.perf_counter() - self.began
-        found = summary_of(self.step_files.metrics(), self.hook.summary())
+        found = summary_of(read_metrics(self.directory / METRICS), self.hook.summary())
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:
             found["critic_digest"] = self.critic.digest
@@ -374,7 +371,7 @@ class _Run:
         engine = engine_of(config, self.model, self.tokenizer)
         self.hook = ConsistencyHook(
             self.model,
-            **config.consistency.of_the_hook(),
+            **config.consistency.model_dump(include=HOOK_SETTINGS),
             metrics_of=config.tracking.metrics_of,
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,

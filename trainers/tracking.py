@@ -30,11 +30,11 @@ from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.config.sections import WandbSection
-from rl_consistency.trainers.interrupts import Ending, endings_deferred
+from rl_consistency.trainers.interrupts import Ending
 from rl_consistency.trainers.optimizer import GradientNormError
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards.function import RewardError
-from rl_consistency.trainers.run_directory.checkpoint import StepEnd, checkpoint_name
+from rl_consistency.trainers.rewards import RewardError
+from rl_consistency.trainers.run_directory.checkpoint import checkpoint_name
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 from rl_consistency.trainers.run_directory.step_files import Metrics
 
@@ -162,7 +162,6 @@ class ConsoleTable:
             progress.listener = self.tell
         self._recent: deque[list[Text]] = deque(maxlen=rows)
         self._live: Live | None = None
-        self._header_shown = False
 
     def tell(self, line: str) -> None:
         """How far the step is."""
@@ -178,15 +177,14 @@ class ConsoleTable:
     def log(self, step: int, metrics: Metrics) -> None:
         self._last_told, self._progress = self._clock(), ""
         row = [Text(f"{step}{self._of_total}"), *(column.cell(metrics) for column in _COLUMNS)]
+        lines = [[cell.plain for cell in row]]
+        if not self._recent:
+            lines.insert(0, list(_HEADERS))
+        self._recent.append(row)
         if self._console.is_terminal:
-            self._recent.append(row)
             self._refresh()
             return
         widths = [9, *(max(len(header), 10) for header in _HEADERS[1:])]
-        lines = [[cell.plain for cell in row]]
-        if not self._header_shown:
-            lines.insert(0, list(_HEADERS))
-            self._header_shown = True
         for line in lines:
             self._print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
 
@@ -212,10 +210,7 @@ class ConsoleTable:
 
 
 MISSING = "wandb is not installed: pip install 'rl-consistency[wandb]'"
-NO_KEY = (
-    "wandb took no key, or was not reached: set WANDB_API_KEY, run `wandb login`, or set mode to "
-    "offline"
-)
+NO_KEY = "wandb took no key, or was not reached: set WANDB_API_KEY, or set mode to offline"
 WITHOUT = "wandb logs nothing from here on, and the run goes on ({}). metrics.jsonl has all figures"
 
 
@@ -226,19 +221,16 @@ def check_wandb(section: WandbSection | None, warn: Say) -> WandbSection | None:
     """
     if section is None:
         return None
-    if find_spec("wandb") is None:
-        warn(WITHOUT.format(MISSING))
-        return None
-    if section.mode == "online":
+    problem = MISSING if find_spec("wandb") is None else None
+    if problem is None and section.mode == "online":
         import wandb
 
-        known = False
+        problem = NO_KEY
         with suppress(wandb.Error):
-            known = wandb.login()
-        if not known:
-            warn(WITHOUT.format(NO_KEY))
-            return None
-    return section
+            problem = None if wandb.login() else NO_KEY
+    if problem is not None:
+        warn(WITHOUT.format(problem))
+    return section if problem is None else None
 
 
 class WandbTracker:
@@ -367,7 +359,7 @@ def take_steps(run: Any, trackers: TrackerSet, first_step: int, *, begins: bool)
                 of_trackers = trackers.log(0, opening)
         run.save_if_due(0)
         Ending.raise_common(run.world, failure(of_trackers))
-    with endings_deferred(run.progress, speaks=run.first) as ending:
+    with Ending(run.progress, speaks=run.first) as ending:
         for step in range(first_step, run.config.training.steps + 1):
             try:
                 metrics = _step(run, step)
@@ -397,7 +389,7 @@ def _step(run: Any, step: int) -> dict[str, Any]:
         raise
 
 
-def _save_unlearned(run: Any, step: int, before: StepEnd) -> None:
+def _save_unlearned(run: Any, step: int, before: dict[str, Any]) -> None:
     """Write the checkpoint of the step before `step`, unless somebody has written to the weights
     since."""
     name, begins = checkpoint_name(step - 1), step == 1 and not run.config.warm_start.steps

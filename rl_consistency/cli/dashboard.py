@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     push.add_argument("--entity", required=True, help="the user or team that owns the project")
     push.add_argument("--project", required=True, help="the project, which has to exist")
     show = verbs.add_parser("show", help="print the same page as JSON, without a network")
+    show.set_defaults(entity="", project="")
     for verb in (push, show):
         text = "the runs are of TRL's trainers with `attach`, which logs under names of its own"
         verb.add_argument("--trl", action="store_true", help=text)
@@ -31,12 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the page, or push it and print where it is."""
-    shown = sections(of_experts=args.experts)
+    """Print the page, or push it and print where it is; ValueError where wandb refuses."""
+    view = workspace(args.entity, args.project, sections(of_experts=args.experts), args.trl)
     if args.verb == "show":
-        print(json.dumps(page(workspace("", "", shown, args.trl)), indent=1))
-    else:
-        print(_push(workspace(args.entity, args.project, shown, args.trl)))
+        print(json.dumps(page(view), indent=1))
+        return 0
+    import wandb
+
+    try:
+        if not wandb.login():
+            raise ValueError("there is no key for wandb: set WANDB_API_KEY or run `wandb login`")
+        print(view.save().url)
+    except wandb.Error as error:
+        raise ValueError(
+            f"wandb does not take the page ({error}): check key, entity and project"
+        ) from error
     return 0
 
 
@@ -81,17 +91,3 @@ def page(view: Workspace) -> dict[str, Any]:
     for number, panel in enumerate(panel for section in sections for panel in section["panels"]):
         panel["__id__"] = f"panel-{number}"
     return spec
-
-
-def _push(view: Workspace) -> str:
-    """Save a page in wandb and return its address; ValueError where wandb refuses."""
-    import wandb
-
-    try:
-        if not wandb.login():
-            raise ValueError("there is no key for wandb: set WANDB_API_KEY or run `wandb login`")
-        return view.save().url
-    except wandb.Error as error:
-        raise ValueError(
-            f"wandb does not take the page ({error}): check key, entity and project"
-        ) from error

@@ -81,7 +81,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"A  {a.directory}\nB  {b.directory}")
     settings = _settings(a, b)
     for what, differing in settings.items():
-        _print_settings(what, differing)
+        if differing is None:
+            print(f"{what}  not compared: a run without a checkpoint does not tell it")
+            continue
+        for name, values in list(differing.items())[:MOST_LINES]:
+            x, y = ("absent" if value is None else shown(value) for value in values)
+            print(f"{what}  {name}: {x} != {y}")
+        if len(differing) > MOST_LINES:
+            print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")
     undigested = [step for step in common if step not in a.digests or step not in b.digests]
     if undigested:
         without = [str(r.directory) for r in (a, b) if not r.digests.keys() >= set(undigested)]
@@ -175,12 +182,9 @@ def _made(
     }
 
 
-Differing = dict[str, list[str | None]]
-"""Name -> both values."""
-
-
-def _settings(a: Run, b: Run) -> dict[str, Differing | None]:
-    """Keys of the recipe and entries of the fingerprint that differ; None where one is unknown."""
+def _settings(a: Run, b: Run) -> dict[str, dict[str, list[str | None]] | None]:
+    """Both values of the recipe's keys and the fingerprint's entries that differ; None where one
+    is unknown."""
 
     def differing(x: Mapping[str, str] | None, y: Mapping[str, str] | None, *besides: str):
         if x is None or y is None:
@@ -191,17 +195,6 @@ def _settings(a: Run, b: Run) -> dict[str, Differing | None]:
     recipe = differing(a.recipe, b.recipe, *OWN)
     entries = differing(a.fingerprint, b.fingerprint, *a.recipe, *b.recipe)
     return {"recipe": recipe, "fingerprint": entries}
-
-
-def _print_settings(what: str, differing: Differing | None) -> None:
-    if differing is None:
-        print(f"{what}  not compared: a run without a checkpoint does not tell it")
-        return
-    for name, values in list(differing.items())[:MOST_LINES]:
-        x, y = ("absent" if value is None else shown(value) for value in values)
-        print(f"{what}  {name}: {x} != {y}")
-    if len(differing) > MOST_LINES:
-        print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")
 
 
 def _verdict(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import (
-    AblationRow,
     Localization,
     check_bundle,
     check_sides,
@@ -198,8 +198,16 @@ def _print(found: Localization) -> None:
             f"at most; {drift.argmax_flips} most likely tokens are others"
         )
         console.print(_growth_table(found))
-    for mode in dict.fromkeys(row.mode for row in found.ablation):
-        console.print(_ablation_table(mode, [row for row in found.ablation if row.mode == mode]))
+    for mode, rows in groupby(found.ablation, key=lambda row: row.mode):
+        rest = "canonical" if mode == "stock" else "stock"
+        table = Table(title=f"One op {mode}, the rest {rest}: drift of logprobs")
+        for name in (f"{mode} op", "tokens that differ", "largest", "RMS", "argmax flips"):
+            table.add_column(name, justify="left" if name.endswith(" op") else "right")
+        for row in rows:
+            tokens = f"{row.mismatched_tokens} of {row.tokens}"
+            sizes = (f"{size:.2g}" for size in (row.max_abs, row.rms))
+            table.add_row(row.op, tokens, *sizes, str(row.argmax_flips))
+        console.print(table)
 
 
 def _growth_table(found: Localization) -> Table:
@@ -217,16 +225,4 @@ def _growth_table(found: Localization) -> Table:
         sizes = (f"{size:.2g}" for size in (op.max_abs, op.rms, op.relative_rms))
         style = "red" if op is found.first else None
         table.add_row(op.pass_, layer, op.op, op.what, share, *sizes, style=style)
-    return table
-
-
-def _ablation_table(mode: str, rows: Sequence[AblationRow]) -> Table:
-    rest = "canonical" if mode == "stock" else "stock"
-    table = Table(title=f"One op {mode}, the rest {rest}: drift of logprobs")
-    for name in (f"{mode} op", "tokens that differ", "largest", "RMS", "argmax flips"):
-        table.add_column(name, justify="left" if name.endswith(" op") else "right")
-    for row in rows:
-        tokens = f"{row.mismatched_tokens} of {row.tokens}"
-        sizes = (f"{size:.2g}" for size in (row.max_abs, row.rms))
-        table.add_row(row.op, tokens, *sizes, str(row.argmax_flips))
     return table

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 
 from rl_consistency.numerics.files import replace, unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
@@ -135,12 +135,10 @@ def _difference_axis(axes: Axes, values: Sequence[float]) -> None:
     ticks = [0.0, *(10.0**e for e in range(low + 1, high + 1, stride))]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(FixedLocator([]))
-    axes.yaxis.set_major_formatter(FuncFormatter(_difference_label))
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"$10^{{{round(math.log10(value))}}}$" if value else "0 (same bits)"
+    )
     axes.axhspan(-0.35 * 10.0**low, 0.35 * 10.0**low, color=OURS, alpha=0.07, linewidth=0)
-
-
-def _difference_label(value: float, _: object = None) -> str:
-    return "0 (same bits)" if value == 0 else f"$10^{{{round(math.log10(value))}}}$"
 
 
 def growth_figure(rows: Rows) -> Figure:

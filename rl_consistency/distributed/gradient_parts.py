@@ -50,9 +50,8 @@ class PartOrder:
         """The sequences of each part, by their logical index; ValueError if there are too few."""
         if num_sequences < self.count:
             raise ValueError(
-                f"an optimizer step of {num_sequences} sequences cannot be cut into {self.count} "
-                f"leaves. Set consistency.gradient_leaves to at most {num_sequences}, or train on "
-                "more sequences per update."
+                f"an update of {num_sequences} sequences cannot be cut into {self.count} leaves. "
+                f"Train on more, or set consistency.gradient_leaves to at most {num_sequences}."
             )
         return cut(num_sequences, self.count)
 

@@ -102,14 +102,9 @@ class OrderedSum:
         return self._carry.pop(key)
 
     @property
-    def round_index(self) -> int:
-        """Index of the round that takes place, counted from 0."""
-        return self._round.index
-
-    @property
     def in_last_round(self) -> bool:
         """Whether sums are complete once this round's parts are added."""
-        return self.round_index == len(self.rounds) - 1
+        return self._round is self.rounds[-1]
 
     def by_slice(self, vector: Tensor) -> Tensor:
         """A vector whose chunks stand by rank, cut so that each rank's slice is its own chunk."""

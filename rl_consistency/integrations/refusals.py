@@ -120,7 +120,7 @@ def _check_seams(trainer: object, covered: type) -> None:
             )
 
 
-def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool = False) -> None:
+def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool) -> None:
     """ValueError naming an argument that is not covered, and what to do."""
     for fault in _uncovered(trainer, _MEASURED) if measure_only else _faults(trainer, kind):
         raise ValueError(f"attach() cannot cover this {kind}: {fault}.")

@@ -52,9 +52,8 @@ class _Compared(NamedTuple):
     """What was drawn in a row that training scored, and the row up to its end."""
 
     sample: Sample
-    rollout_routing: Tensor | None
-    """None in a dense model, and of engines that do not tell it."""
-    training_routing: Tensor | None
+    routing: list[Tensor | None]
+    """Of rollout and training; None in a dense model, and of engines that do not tell it."""
     row: np.ndarray  # [end]
     wanted: np.ndarray  # [drawn] bool, the tokens that are trained on
     drawn: np.ndarray  # [drawn]
@@ -154,7 +153,7 @@ class RolloutDrift(TrainerCallback):
             found = [each for batch in batches for each in self._scored(batch)]
             if not found:
                 continue
-            ours, theirs = (_known([f[side] for f in found]) for side in (1, 2))
+            ours, theirs = map(_known, zip(*(f.routing for f in found), strict=True))
             report = self._monitor.scored([f.sample for f in found], (ours, theirs), prefix=prefix)
             if prefix == FIRST and not (report.passed or self._told or self._mismatch):
                 self._mismatch = report, found
@@ -233,12 +232,10 @@ class RolloutDrift(TrainerCallback):
                 chosen, sides = wanted[start:end], (drawn[: end - start].numpy(), theirs[start:end])
                 if picked := row[start:end][chosen].tolist():
                     sample = Sample(picked, place, *(torch.from_numpy(s[chosen]) for s in sides))
-                    ours_met, theirs_met = None, None
-                    if experts is not None:
-                        ours_met = experts[: end - start][torch.from_numpy(chosen)]
-                    if batch.routing is not None:
-                        theirs_met = torch.from_numpy(routed[start:end][chosen])
-                    yield _Compared(sample, ours_met, theirs_met, row[:end], chosen, *sides)
+                    routing = None if batch.routing is None else torch.from_numpy(routed[start:])
+                    at = torch.from_numpy(chosen).nonzero().squeeze(1)
+                    met = [None if each is None else each[at] for each in (experts, routing)]
+                    yield _Compared(sample, met, row[:end], chosen, *sides)
             # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
             self._uncompared += int(count - np.count_nonzero(wanted[first:end]))
 
@@ -256,7 +253,7 @@ class RolloutDrift(TrainerCallback):
         return turns
 
 
-def _known(parts: list[Any]) -> list[Tensor] | None:
+def _known(parts: Sequence[Tensor | None]) -> list[Tensor] | None:
     """Routing of one side; None where there is none. ValueError where only a part has it."""
     known = [part for part in parts if part is not None]
     if 0 < len(known) < len(parts):

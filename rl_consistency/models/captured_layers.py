@@ -91,23 +91,6 @@ class LayersPlace(GraphPlace):
         return torch.cuda.mem_get_info(self._device)[0] + unused
 
 
-class Padded:
-    """Memory for `rows` rows, of which a batch has the first ones and the others hold zeros."""
-
-    def __init__(self, like: Tensor, rows: int) -> None:
-        self.rows = like.new_zeros(1, rows, *like.shape[2:])
-        self._used = 0
-
-    def load(self, values: Tensor) -> None:
-        """Queue a copy of [1, r, ...], and zeros where a longer batch was."""
-        used = values.shape[1]
-        before, self._used = self._used, max(used, self._used)
-        self.rows[:, :used].copy_(values)
-        if used < before:
-            self.rows[:, used:before].zero_()
-        self._used = used
-
-
 class CapturedGradients:
     """The accumulators of some parameters, of one use each."""
 
@@ -189,22 +172,17 @@ def _references(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_Seam = tuple[GraphPieces | None, GraphPieces | None]
-"""The graphs, forward and backward, that attention lies between; None where nothing is captured."""
-
-
 class CapturedLayers:
     """One number of rows. What a forward replay leaves is gone after the backward replay."""
-
-    _forward: GraphPieces
-    _backward: GraphPieces
 
     def __init__(
         self, rows: int, hidden: Tensor, angles: Sequence[Tensor], gradients: CapturedGradients
     ) -> None:
         self.gradients = gradients
-        self._hidden, self._gradient = Padded(hidden.detach(), rows), Padded(hidden.detach(), rows)
-        self._angles = [Padded(angle.unsqueeze(0), rows) for angle in angles]
+        # Rows of a batch and, behind them, zeros.
+        self._hidden = hidden.new_zeros(1, rows, hidden.shape[2])
+        self._gradient = torch.zeros_like(self._hidden)
+        self._angles = [angle.new_zeros(rows, *angle.shape[1:]) for angle in angles]
 
     def capture(self, layers: Layers, place: LayersPlace) -> None:
         """Capture both passes of `layers`, after runs that compile kernels and certify products."""
@@ -219,44 +197,51 @@ class CapturedLayers:
         ):
             with place.warming():
                 for _ in range(2):
-                    self._go_backward(self._run(layers, (None, None)))
-            seam = forward, backward
-            forward.capture(lambda: found.append(self._run(layers, seam)))
+                    self._go_backward(self._run(layers))
+            forward.capture(lambda: found.append(self._run(layers, forward, backward)))
             self._result = borrowed(found[0])
             backward.capture(lambda: found.append(self._go_backward(found[0])))
             self._dhidden = borrowed(found[1])
         self._forward, self._backward, self._place = forward, backward, place
 
-    def _run(self, layers: Layers, seam: _Seam) -> Tensor:
-        """The layers as autograd records them."""
-        self._leaf = self._hidden.rows.detach().requires_grad_()
+    def _run(self, layers: Layers, *seam: GraphPieces) -> Tensor:
+        """The layers as autograd records them; attention lies between the graphs of the `seam`,
+        forward and backward. None: nothing is captured."""
+        self._leaf = self._hidden.detach().requires_grad_()
 
         def attend(q: Any, k: Any, v: Any, _: int, scale: float, window: int | None) -> Tensor:
-            return _Attention.apply(q, k, v, seam, {"scale": scale, "window": window})
+            numbers = {"scale": scale, "window": window}
+            return _Attention.apply(q, k, v, seam or (None, None), numbers)
 
-        cos, sin = (angle.rows[0] for angle in self._angles)
+        cos, sin = self._angles
         return layers(self._leaf, LayerCall((cos, sin), PackedSequences.interrupted(attend)))
 
     def _go_backward(self, result: Tensor) -> Tensor:
         # For parameters autograd would wait for the streams that they were used on. Without asking
         # for them they are folded all the same.
-        return torch.autograd.grad(result, self._leaf, self._gradient.rows)[0]
+        return torch.autograd.grad(result, self._leaf, self._gradient)[0]
 
     def forward(self, hidden: Tensor, angles: Sequence[Tensor], layout: PackedSequences) -> Tensor:
         """[1, r, H] of hidden states [1, r, H] and angles [r, D/2] each."""
         with self._place.use():
-            self._hidden.load(hidden)
+            _load(self._hidden[0], hidden[0])
             for memory, values in zip(self._angles, angles, strict=True):
-                memory.load(values.unsqueeze(0))
+                _load(memory, values)
             self._forward.replay(layout)
             return self._result[:, : hidden.shape[1]].clone()
 
     def backward(self, gradient: Tensor, layout: PackedSequences) -> Tensor:
         """The gradient of the hidden states [1, r, H]; the parameters' go where they are folded."""
         with self._place.use():
-            self._gradient.load(gradient)
+            _load(self._gradient[0], gradient[0])
             self._backward.replay(layout)
             return self._dhidden[:, : gradient.shape[1]].clone()
+
+
+def _load(memory: Tensor, values: Tensor) -> None:
+    """Queue a copy of rows, and zeros behind them."""
+    memory[: len(values)].copy_(values)
+    memory[len(values) :].zero_()
 
 
 class _Attention(torch.autograd.Function):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -15,32 +17,28 @@ from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSeque
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.launch import ALIGNMENT as LAUNCH_ALIGNMENT
 from rl_consistency.kernels.gradient_fold.gradient_buffer import BackwardPasses, ForwardPass
-from rl_consistency.models.hooks_and_checkpointing import (
-    is_checkpointed_otherwise,
-    refuse_selective_checkpointing,
-)
 from rl_consistency.models.layer_graphs import LayerGraphs
 from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRMSNorm,
     LayerCall,
+    is_checkpointed_otherwise,
     is_unobserved,
 )
-from rl_consistency.models.moe.modules import CanonicalMoEBlock
-from rl_consistency.models.moe.routing import record_forward
+from rl_consistency.models.moe import CanonicalMoEBlock, record_forward
 from rl_consistency.models.packing import PackedBatch, packed_inputs
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import current, held
 
 
 def guarded_backward(
-    output: Tensor, passes: BackwardPasses | None = None, forward: ForwardPass | None = None
+    output: Tensor, forward: tuple[BackwardPasses, ForwardPass] | None = None
 ) -> Tensor:
     """The output, whose backward is a ValueError in fp16 and with `create_graph=True`, and a
     ConsistencyError under other numeric settings.
 
-    With the model's `passes` and the `forward` pass that gave the output, a second backward pass of
-    it is a ValueError too, and one that began with another forward pass.
+    With the `forward` pass that gave the output, a second backward pass of it is a ValueError too,
+    and one that began with another forward pass.
     """
     dtype = output.dtype
 
@@ -53,8 +51,9 @@ def guarded_backward(
                 "Leave it out, or compute that term inside session.stock()."
             )
         verify_settings()
-        if passes is not None and forward is not None:
-            passes.enter_forward(forward)
+        if forward is not None:
+            passes, own = forward
+            passes.enter_forward(own)
 
     if output.requires_grad:
         output.register_hook(guard)
@@ -65,6 +64,18 @@ NO_FP16_TRAINING = (
     "float16 is not covered in training, where gradients would need a loss scale; use "
     "model.to(torch.bfloat16), or score under torch.no_grad()."
 )
+
+
+def refuse_selective_checkpointing() -> None:
+    """ValueError where checkpointing keeps the results of some ops (`context_fn`)."""
+    # What is computed again takes them by their number. But the first pass also computes what later
+    # ones find, layouts and comparisons with libraries; so it would take others, unseen.
+    modes = _get_current_dispatch_mode_stack()
+    if any(type(mode).__module__ == checkpoint.__module__ for mode in modes):
+        raise ValueError(
+            "selective checkpointing (a context_fn that keeps the results of some ops) would give "
+            "wrong gradients here. Leave context_fn out: checkpointing of whole layers is covered."
+        )
 
 
 class CanonicalDecoderLayer(CanonicalModule):
@@ -98,16 +109,15 @@ class CanonicalDecoderLayer(CanonicalModule):
         """
         refuse_selective_checkpointing()
         norm = self.input_layernorm
-        normed, total = (
-            (norm(total), total) if addend is None else norm.after_addition(addend, total)
-        )
+        if addend is None:
+            normed = norm(total)
+        else:
+            normed, total = norm.after_addition(addend, total)
         # By name, as the stock layer passes it: hooks tell the two apart.
         given: dict[str, Any] = {"hidden_states": normed, "call": call, "cache_index": cache_index}
-        if rows is None:
-            attended, _ = self.self_attn(**given)
-        else:
-            attended, _ = self.self_attn(**given, rows=rows)
-            total = total.index_select(1, rows)
+        if rows is not None:
+            given["rows"], total = rows, total.index_select(1, rows)
+        attended, _ = self.self_attn(**given)
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
         routed = {"call": call} if isinstance(self.mlp, CanonicalMoEBlock) else {}
         return total, self.mlp(normed, **routed)
@@ -189,9 +199,9 @@ class CanonicalBaseModel(CanonicalModule):
                 hidden = layer(hidden, call=call, cache_index=index)
             normed = self.norm(hidden)
         found = normed[0] if rows is None else normed[0].index_select(0, rows)
-        forward = ForwardPass()
-        record_forward(self.passes, forward)
-        return guarded_backward(found, self.passes, forward)
+        forward = self.passes, ForwardPass()
+        record_forward(forward)
+        return guarded_backward(found, forward)
 
     def _run(
         self, hidden: Tensor, call: LayerCall, layers: Any = None, rows: Tensor | None = None
@@ -251,9 +261,8 @@ class CanonicalCausalLM(CanonicalModule):
             return self.answer(self, input_ids, attention_mask, position_ids, **kwargs)
         if not isinstance(logits_to_keep, int):
             raise ValueError(
-                f"logits_to_keep is a {type(logits_to_keep).__name__}; the patched forward takes "
-                "the number of last positions (0: all). For logprobs of others use "
-                "rl_consistency.token_logprobs."
+                f"logits_to_keep is a {type(logits_to_keep).__name__}; give the number of last "
+                "positions (0: all), or use rl_consistency.token_logprobs for those of others."
             )
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
         hidden = self.model.batch_forward(batch.packed)

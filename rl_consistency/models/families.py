@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -19,14 +19,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models import decoder, modules
+from rl_consistency.models import decoder, modules, moe
 from rl_consistency.models.modules import (
     STOCK_CLASS,
     CanonicalEmbedding,
     CanonicalLinear,
     CanonicalModule,
 )
-from rl_consistency.models.moe import modules as moe
 from rl_consistency.models.sharding import is_shard, unsharded_class
 from rl_consistency.numerics.strict import OPS, ROUTED
 
@@ -61,8 +60,6 @@ _PARTS = {
     "Model": decoder.CanonicalBaseModel,
     "ForCausalLM": decoder.CanonicalCausalLM,
 }
-
-
 _SPARSE_PARTS = {
     "TopKRouter": moe.CanonicalRouter,
     "Experts": moe.CanonicalExperts,
@@ -89,10 +86,8 @@ def modeling(config: PreTrainedConfig) -> Any:
 
 def _parts(config: PreTrainedConfig) -> dict[str, type[CanonicalModule]]:
     """Class name without the family prefix -> canonical mixin, for one family."""
-    if config.model_type not in SPARSE:
-        return {**_PARTS}
-    parts = {**_PARTS, **_SPARSE_PARTS}
-    if config.model_type != "qwen3_moe":  # the others have no dense layer
+    parts = _PARTS | (_SPARSE_PARTS if config.model_type in SPARSE else {})
+    if config.model_type in ("olmoe", "mixtral"):  # which have no dense layer
         del parts["MLP"]
     return parts
 
@@ -243,13 +238,11 @@ _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attenti
 """Functions of a modeling file that its forward calls."""
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 """Functions of transformers' masks that a modeling file may import."""
-_OF_FUNCTIONAL = (
-    *("linear", "silu", "gelu", "softmax", "embedding", "one_hot", "grouped_mm"),
-    "scaled_dot_product_attention",
-)
+_OF_FUNCTIONAL = ("linear", "silu", "gelu", "softmax", "embedding", "one_hot", "grouped_mm")
 _OF_TORCH = ("matmul", "bmm", "mm", "rsqrt", "pow", "tanh", "topk", "cat")
-_TORCH: Mapping[str, tuple[Any, Any]] = {
+_TORCH: dict[str, tuple[Any, Any]] = {
     **{name: (F, getattr(F, name)) for name in _OF_FUNCTIONAL},
+    "scaled_dot_product_attention": (F, F.scaled_dot_product_attention),
     **{name: (torch, getattr(torch, name)) for name in _OF_TORCH},
     "_call_impl": (nn.Module, nn.Module._call_impl),
 }
@@ -312,8 +305,7 @@ def check_code(config: PreTrainedConfig) -> None:
     for name, other in found.items():
         raise UnsupportedModelError(
             f"{name} was replaced by {other}; the canonical ops would run in its place. Undo that "
-            "(a kernel library patched torch or transformers? rl_consistency brings its own "
-            "kernels), and build the model after it."
+            "(was it a kernel library?), and build the model after it."
         )
     check_implementations(config)
 
@@ -321,20 +313,15 @@ def check_code(config: PreTrainedConfig) -> None:
 def check_implementations(config: PreTrainedConfig) -> None:
     """UnsupportedModelError for a function of experts or attention that is not transformers' own;
     a part may take them from a config of its own."""
-    for function in _of_experts(config):
-        if not _is_of_a_library(function):
+    *_, attention = functions(config)
+    used = [("experts", "eager", function, _LIBRARIES) for function in _of_experts(config)]
+    for kind, own, function, libraries in (*used, ("attn", "sdpa", attention, ("transformers",))):
+        if (home := _home(function)).partition(".")[0] not in libraries:
+            name = getattr(config, f"_{kind}_implementation")
             raise UnsupportedModelError(
-                f"experts implementation {config._experts_implementation!r} calls a function of "
-                f"{_home(function)}; the canonical order would run in its place. Call "
-                "model.set_experts_implementation('eager')."
+                f"{kind} implementation {name!r} calls a function of {home}; the canonical order "
+                f"would run in its place. Call model.set_{kind}_implementation({own!r})."
             )
-    *_, function = functions(config)
-    if not _home(function).startswith("transformers."):
-        name = config._attn_implementation
-        raise UnsupportedModelError(
-            f"attention implementation {name!r} is a function of {_home(function)}; the canonical "
-            "order would run in its place. Call model.set_attn_implementation('sdpa')."
-        )
 
 
 def has_own_code(cls: type[nn.Module]) -> bool:
@@ -395,16 +382,15 @@ def check_head(model: nn.Module) -> None:
 
 def _check_plans(model: nn.Module) -> None:
     """UnsupportedModelError for experts or other parts that a plan of transformers has split."""
-    planned = ["root"] if (getattr(model, "_tp_size", None) or 1) > 1 else []
+    planned = (getattr(model, "_tp_size", None) or 1) > 1
     for name, module in model.named_modules():
-        if vars(module).get("_is_expert_parallel") or vars(module).get("_hf_tp_plan"):
-            planned.append(name)
-    for name in planned[:1]:
-        raise UnsupportedModelError(
-            f"module {name} is split over ranks by a plan of transformers; expert parallelism and "
-            "tensor parallelism are not covered. Load the model without tp_plan and "
-            "distributed_config, and shard it by training.strategy."
-        )
+        own = vars(module)
+        if planned or own.get("_is_expert_parallel") or own.get("_hf_tp_plan"):
+            raise UnsupportedModelError(
+                f"module {name or 'root'} is split over ranks by a plan of transformers; expert "
+                "parallelism and tensor parallelism are not covered. Load the model without "
+                "tp_plan and distributed_config, and shard it by training.strategy."
+            )
 
 
 def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:

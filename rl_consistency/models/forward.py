@@ -13,7 +13,7 @@ from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
-from rl_consistency.models.moe.modules import CanonicalMoEBlock
+from rl_consistency.models.moe import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patched_part
 from rl_consistency.numerics.strict import is_canonical

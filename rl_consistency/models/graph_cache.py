@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -186,14 +187,10 @@ class GraphCache(Generic[Shape, Found]):
             return None
         require_launches("a CUDA graph")
         # A capture cannot take what the allocator holds for others, so it may try twice.
-        reason = self._tried(shape, context)
-        if reason is not None:
-            self._leave_unused()
+        if self._tried(shape, context) is not None:
             torch.cuda.empty_cache()
-            reason = self._tried(shape, context)
-        if reason is not None:
-            self._leave_unused()
-            self.give_up(rows, reason)
+            if (reason := self._tried(shape, context)) is not None:
+                self.give_up(rows, reason)
         return self._captured.get(shape)
 
     def _tried(self, shape: Shape, context: tuple[Any, ...]) -> str | None:
@@ -201,10 +198,14 @@ class GraphCache(Generic[Shape, Found]):
         try:
             found = self._capture(shape, *context)
         except RuntimeError as error:
-            if self.without_memory is None or not is_out_of_memory(error):
-                if self.without_memory is not None:
-                    self._room = 0  # it would fail again
+            if self.without_memory is None:
                 raise
+            # The allocator has its own class of error, making a graph none.
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                self._room = 0  # it would fail again
+                raise
+            if not self._captured:
+                self._place = None  # torch has forgotten a pool that no graph uses
             return f"no memory ({error})"
         if found is not None:
             self._captured[shape] = found
@@ -216,16 +217,11 @@ class GraphCache(Generic[Shape, Found]):
             self._place = self.place(device)
         return self._place
 
-    def _leave_unused(self) -> None:
-        if not self._captured:
-            self._place = None  # torch has forgotten a pool that no graph uses
-
     def give_up(self, rows: int, reason: str) -> None:
         """Capture no call of so many rows from now on, with a warning."""
         self._room = rows - 1
         assert self.without_memory is not None
-        text = self.without_memory.format(rows=rows, reason=reason)
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(self.without_memory.format(rows=rows, reason=reason), stacklevel=2)
 
     def drop(self) -> None:
         """Forget all graphs: what they read by address has moved."""
@@ -237,18 +233,6 @@ class GraphCache(Generic[Shape, Found]):
         self._room = None
 
 
-class _Memory:
-    """Memory of a GPU by its address, as `torch.as_tensor` takes it."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (size,),
-            "typestr": "|u1",
-        }
-
-
 def borrowed(x: Tensor) -> Tensor:
     """A tensor over the memory of x that does not keep it: later captures may be given it.
 
@@ -257,13 +241,9 @@ def borrowed(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    memory = _Memory(x.data_ptr(), span * x.itemsize)
+    place = {"data": (x.data_ptr(), False), "shape": (span * x.itemsize,)}
+    memory = SimpleNamespace(__cuda_array_interface__={"version": 3, "typestr": "|u1", **place})
     return torch.as_tensor(memory, device=x.device).view(x.dtype).as_strided(x.shape, x.stride())
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory was missing: the allocator has its own class of error, making a graph none."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 @contextmanager

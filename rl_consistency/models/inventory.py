@@ -24,19 +24,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
 from rl_consistency.models.families import normalizes
-from rl_consistency.models.hooks_and_checkpointing import (
-    asks_for_gradients,
-    captures_outputs,
-    is_checkpointed_otherwise,
-)
 from rl_consistency.models.modules import (
     ADDED,
     CanonicalAttention,
     CanonicalMLP,
     CanonicalModule,
     CanonicalRotaryEmbedding,
+    asks_for_gradients,
+    captures_outputs,
+    is_checkpointed_otherwise,
 )
-from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
+from rl_consistency.models.moe import CanonicalExperts, CanonicalRouter
 from rl_consistency.models.sharding import is_sharded, of_a_library
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -46,18 +44,15 @@ ACTIVATIONS = (".mlp.act_fn", ".mlp.experts.act_fn")
 UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
 """Modules that the patched forward does not call as stock does; so are all activations."""
 
-_UNREAD = frozenset(
-    (
-        *("training", "gradient_checkpointing", "layer_idx", "padding_idx", "vocab_size", "config"),
-        *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
-        *("loss_type", "all_tied_weights_keys", "generation_config", "warnings_issued"),
-        "router_aux_loss_coef",  # read with router logits alone, which are refused
-    )
-)
+_UNREAD = {
+    *("training", "gradient_checkpointing", "layer_idx", "padding_idx", "vocab_size", "config"),
+    *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
+    *("loss_type", "all_tied_weights_keys", "generation_config", "warnings_issued"),
+    "router_aux_loss_coef",  # read with router logits alone, which are refused
+}
 """Attributes that no covered forward reads, or that the patched forward honours."""
 
-_GELU_TANH = partial(F.gelu, approximate="tanh")
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _GELU_TANH}
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_impl"))
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 _ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))

@@ -110,22 +110,14 @@ class LayerGraphs(GraphCache[int, CapturedLayers]):
             try:
                 if self._covers(hidden, call, state) and not self._is_busy():
                     captured = self._found(modules, state, layers, hidden, call)
-                    if captured is not None:
-                        return self._replayed(captured, hidden, call)
+                    if captured is not None and self._model is not None:
+                        given = call.attention_layout, self, captured, self._model.parameters
+                        trained = captured.gradients.parameters
+                        return _Replayed.apply(hidden, *call.position_embeddings, *given, *trained)
                 self._make_room(hidden.shape[1])
             finally:
                 self._lock.release()
         return layers(hidden, call)
-
-    def _replayed(self, captured: CapturedLayers, hidden: Tensor, call: LayerCall) -> Tensor:
-        layout: Any = call.attention_layout
-        angles = call.position_embeddings
-        if not torch.is_grad_enabled():
-            self._latest = None
-            return captured.forward(hidden, angles, layout)
-        assert self._model is not None
-        trained, read = captured.gradients.parameters, self._model.parameters
-        return _Replayed.apply(hidden, *angles, layout, self, captured, read, *trained)
 
     def _found(self, modules: Sequence[Any], state: Any, *call: Any) -> CapturedLayers | None:
         """What was captured for `call`: layers, hidden states, `LayerCall`; None: not yet."""

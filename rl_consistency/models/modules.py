@@ -8,6 +8,8 @@ the stock path. Inside a patched model hidden states are packed rows [1, R, ...]
 from __future__ import annotations
 
 import copyreg
+from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,10 @@ from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
     _top_saved_tensors_default_hooks,
 )
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import output_capturing
 
 from rl_consistency.kernels.attention.layout import (
     AttentionLayout,
@@ -37,21 +42,21 @@ from rl_consistency.kernels.pointwise.embedding import embedding
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
-from rl_consistency.models.hooks_and_checkpointing import captures_outputs
 from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
-ADDED = frozenset(
-    (
-        *("_gradient_buffers", "rows_per_token", "activation", "normalizes", "window"),
-        *("apply_stock_rotary", "_rotary_table", "rope_settings", "guard", "passes", "sharded"),
-        *("answer", "layer_graphs"),
-    )
-)
+ADDED = {
+    *("_gradient_buffers", "rows_per_token", "activation", "normalizes", "window", "answer"),
+    *("apply_stock_rotary", "_rotary_table", "rope_settings", "guard", "passes", "sharded"),
+    "layer_graphs",
+}
 """Attributes that a patched module has and a stock one has not."""
 
 STOCK_CLASS = "_stock_class"
 """Name under which a canonical class keeps the class that it stands for."""
+
+_ENABLE = PreTrainedModel.enable_input_require_grads
+_INSTALL = output_capturing.install_output_capuring_hook
 
 TABLE_POSITIONS = 1024  # positions of the first rotary table; it grows by doubling
 
@@ -111,6 +116,41 @@ class CanonicalLinear(CanonicalModule):
 
     def _gradients(self) -> dict[str, GradientBuffer | None]:
         return {f"{name}_grad": self.gradient_buffer(name) for name in ("weight", "bias")}
+
+
+def asks_for_gradients(hook: Any) -> bool:
+    """Whether a hook is transformers' own that calls `requires_grad_`: gradient checkpointing puts
+    one on the embedding each time it is enabled, and leaves it there."""
+    return _is_made_by(hook, _ENABLE, "make_inputs_require_grads")
+
+
+def captures_outputs(hook: Any) -> bool:
+    """Whether a hook is transformers' own that collects hidden states, attentions or router logits:
+    in the stock forwards that are asked for them, and in no other."""
+    return _is_made_by(hook, _INSTALL, "output_capturing_hook")
+
+
+def is_of(function: Any, module: str) -> bool:
+    """Whether it is a function of this module, and nothing that wraps one."""
+    return type(function) is FunctionType and function.__globals__.get("__name__") == module
+
+
+def _is_made_by(hook: Any, maker: Any, name: str) -> bool:
+    """Whether it is the function of this name that `maker` defines inside."""
+    inside = f"{maker.__qualname__}.<locals>.{name}"
+    return is_of(hook, maker.__module__) and hook.__code__.co_qualname == inside
+
+
+def is_checkpointed_otherwise(module: nn.Module) -> bool:
+    """Whether a module is checkpointed by another function than torch's, or than transformers'
+    around that one. What it does beside, also without gradients, cannot be known."""
+    own = vars(module)
+    if not own.get("gradient_checkpointing") or not module.training:
+        return False
+    run = own.get("_gradient_checkpointing_func")
+    if type(run) is partial:
+        run = run.func
+    return run is not checkpoint and not is_of(run, PreTrainedModel.__module__)
 
 
 def all_plain(*modules: nn.Module) -> bool:

@@ -162,9 +162,8 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return torch.ones_like(input_ids, dtype=torch.bool)
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask {tuple(attention_mask.shape)} must have the shape of input_ids "
-            f"{tuple(input_ids.shape)}; 4-D and blockwise masks are not supported, use packed "
-            "position_ids instead."
+            f"attention_mask {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: "
+            "give one shape. Instead of 4-D and blockwise masks use packed position_ids."
         )
     mask = attention_mask.bool()
     runs = mask[:, 0].int() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
@@ -212,9 +211,8 @@ def packed_inputs(
         given = ", ".join(extra) or "no input_ids"
         raise ValueError(
             f"the patched forward was given {given}; it takes input_ids, attention_mask and "
-            "position_ids. For decoding with a cache use rl_consistency.RolloutEngine, for "
-            "logprobs rl_consistency.token_logprobs, for a trainer rl_consistency.attach, or "
-            "restore() the stock model."
+            "position_ids. To decode with a cache use RolloutEngine, for logprobs token_logprobs, "
+            "for a trainer attach, all of rl_consistency; or restore() the stock model."
         )
     batch = pack_padded(input_ids, attention_mask, position_ids)
     found = list(itertools.accumulate(batch.packed.layout.query_lens, initial=0))

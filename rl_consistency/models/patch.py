@@ -234,9 +234,8 @@ class PatchSession(AbstractContextManager["PatchSession"]):
         for taken, module in left:
             if unsharded_class(type(module)) not in (taken.stock, taken.canonical):
                 raise ValueError(
-                    f"module {taken.name or 'root'} is a {type(module).__qualname__} now, which "
-                    "another library made of the patched class; undo that first "
-                    "(parametrizations). Nothing was restored."
+                    f"module {taken.name or 'root'} is a {type(module).__qualname__} now, made of "
+                    "the patched class (parametrizations?); undo that first. Nothing was restored."
                 )
         for taken, module in left:
             module.__class__ = with_base(type(module), taken.stock)
@@ -259,13 +258,25 @@ class PatchSession(AbstractContextManager["PatchSession"]):
         buffers = _gradient_buffers(self.model, self._passes)
         for name, module in self.model.named_modules():
             stock: type[nn.Module] = type(module)
-            if (mixin := mixins.get(stock)) is not None:
-                canonical = families.canonical_class(mixin, stock)
-                self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
-                module.__class__ = canonical
-                assert isinstance(module, CanonicalModule)
-                module._gradient_buffers = buffers[module]
-                self._configure(config, module)
+            if (mixin := mixins.get(stock)) is None:
+                continue
+            canonical = families.canonical_class(mixin, stock)
+            self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
+            module.__class__ = canonical
+            assert isinstance(module, CanonicalModule)
+            module._gradient_buffers = buffers[module]
+            for key, value in copied_settings(config, module).items():
+                setattr(module, key, value)
+            if isinstance(module, CanonicalAttention):
+                module.apply_stock_rotary = families.functions(config)[0]
+                if config.model_type in families.HEAD_NORMS:
+                    module.q_norm.rows_per_token = config.num_attention_heads
+                    module.k_norm.rows_per_token = config.num_key_value_heads
+            elif isinstance(module, CanonicalRotaryEmbedding):
+                module._rotary_table = None
+            elif isinstance(module, CanonicalBaseModel):
+                module.guard, module.passes = self.check_forward, self._passes
+                module.layer_graphs = LayerGraphs() if self._captures else None
 
     def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype not in (None, torch.float32):
@@ -280,20 +291,6 @@ class PatchSession(AbstractContextManager["PatchSession"]):
                 continue
             self._widened[id(parameter)] = parameter
             parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _configure(self, config: Any, module: nn.Module) -> None:
-        for name, value in copied_settings(config, module).items():
-            setattr(module, name, value)
-        if isinstance(module, CanonicalAttention):
-            module.apply_stock_rotary = families.functions(config)[0]
-            if config.model_type in families.HEAD_NORMS:
-                module.q_norm.rows_per_token = config.num_attention_heads
-                module.k_norm.rows_per_token = config.num_key_value_heads
-        elif isinstance(module, CanonicalRotaryEmbedding):
-            module._rotary_table = None
-        elif isinstance(module, CanonicalBaseModel):
-            module.guard, module.passes = self.check_forward, self._passes
-            module.layer_graphs = LayerGraphs() if self._captures else None
 
 
 def patch(
@@ -325,9 +322,8 @@ def patch(
     families.check_model(model)
     if found := faults(model):
         raise UnsupportedModelError(
-            f"{found[0]} ({len(found)} such places). Undo it (merge adapters, load without "
-            "quantization, keep what the config makes), or use one of "
-            f"{', '.join(families.FAMILIES.values())}."
+            f"{found[0]} ({len(found)} such places). Undo it (merge adapters, do not quantize), or "
+            f"use one of {', '.join(families.FAMILIES.values())} as its config makes it."
         )
     session = PatchSession(model, captures=cuda_graphs)
     try:

@@ -75,8 +75,7 @@ def through(
     if dist.is_initialized() and any(map(is_shard, policy.parameters())):
         raise ValueError(
             "the policy's parameters are shards: give the DeepSpeed engine, or enter "
-            "whole_weights(model) on every rank. Plans of transformers that split tensors or "
-            "experts over ranks are not covered."
+            "whole_weights(model) on every rank. Plans of transformers are not covered."
         )
     if torch.is_grad_enabled() and (wrapper := _wrapper_of(policy)) is not None:
         raise ConsistencyError(

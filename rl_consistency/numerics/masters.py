@@ -78,19 +78,15 @@ class MasterAdamW(torch.optim.AdamW):
         """Update the masters by the gradients of the weights, then round them into the weights."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._follow_writes()
-        gradients = [None if w.grad is None else w.grad.float() for w in self._weights]
-        step_masters(super().step, self._masters, gradients)
-        round_into(self._weights, self._masters)
-        return loss
-
-    @torch.no_grad()
-    def _follow_writes(self) -> None:
         # Versions of tensors do not tell: what writes through `.data` leaves them as they are.
         for weight, master in zip(self._weights, self._masters, strict=True):
             kept = master.to(weight.dtype) == weight
             if not kept.all():  # copies in fp32 are large
                 master.copy_(torch.where(kept, master, weight.float()))
+        gradients = [None if w.grad is None else w.grad.float() for w in self._weights]
+        step_masters(super().step, self._masters, gradients)
+        round_into(self._weights, self._masters)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state, and the masters."""

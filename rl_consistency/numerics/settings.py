@@ -45,9 +45,8 @@ def _blas_library(library: Any = None) -> Any:
 
 def _flag(name: str, *more: str) -> NumericSetting:
     """A switch of CUDA's products; one that says `more` is read and set as a tuple."""
-    matmul = torch.backends.cuda.matmul
+    matmul, required = torch.backends.cuda.matmul, (False, False) if more else False
     read, write = partial(attrgetter(name, *more), matmul), partial(setattr, matmul, name)
-    required = (False,) * (1 + len(more)) if more else False
     return NumericSetting(f"cuda.matmul.{name}", read, write, required)
 
 
@@ -116,7 +115,6 @@ def verify_defaults() -> None:
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     if dtype != torch.float32 or device.type != "cpu":
         raise ValueError(
-            f"torch's defaults are {dtype} on {device}; a patched model needs torch.float32 on "
-            "cpu. Build the model under other defaults, then call "
-            "torch.set_default_dtype(torch.float32) and torch.set_default_device(None)."
+            f"torch's defaults are {dtype} on {device}; a patched model needs those of torch: "
+            "torch.set_default_dtype(torch.float32), torch.set_default_device(None)."
         )

@@ -33,9 +33,6 @@ class Strictness:
 
     stock: frozenset[str] = frozenset()
 
-    def canonical(self, op: str) -> bool:
-        return op not in self.stock
-
     def as_record(self) -> dict[str, object]:
         """What a run saves beside its results."""
         return {"strict": not self.stock, "stock_ops": sorted(self.stock)}
@@ -82,7 +79,7 @@ def current() -> Strictness:
 
 def is_canonical(op: str) -> bool:
     """Whether `op` runs in its canonical order here."""
-    return current().canonical(op)
+    return op not in current().stock
 
 
 @cache

@@ -70,29 +70,27 @@ RATIO = Histogram(
 HISTOGRAMS = (ABS_DIFF, RATIO)
 
 
-def drift_histograms(
-    rollout: Sequence[Tensor], training: Sequence[Tensor], prefix: str = "consistency"
-) -> dict[str, int]:
+def drift_histograms(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> dict[str, int]:
     """The counts of |training - rollout| and of exp(training - rollout), by metric name."""
     d = torch.cat([t.detach().cpu().double() for t in training])
     d = d - torch.cat([t.detach().cpu().double() for t in rollout])
     values = {ABS_DIFF: d.abs(), RATIO: d.exp()}
     return {
-        f"{prefix}/{histogram.name}/count/{name}": count
+        f"consistency/{histogram.name}/count/{name}": count
         for histogram, of in values.items()
         for name, count in histogram.counts(of).items()
     }
 
 
 def split_counts(
-    metrics: Mapping[str, object], prefix: str = "consistency"
+    metrics: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[Histogram, dict[str, int]]]:
     """Metrics without counts, and the counts of each histogram that was measured."""
     rest = dict(metrics)
     found: dict[Histogram, dict[str, int]] = {}
     for histogram in HISTOGRAMS:
         for name in (*histogram.bins, NOT_FINITE):
-            count = rest.pop(f"{prefix}/{histogram.name}/count/{name}", None)
+            count = rest.pop(f"consistency/{histogram.name}/count/{name}", None)
             if isinstance(count, int | float):
                 found.setdefault(histogram, {})[name] = int(count)
     return rest, found

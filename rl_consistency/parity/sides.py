@@ -37,7 +37,6 @@ SIDES = (ROLLOUT, TRAINING, STOCK, *LAYOUTS)
 batch; the same with every op on its stock path; the other layouts."""
 
 BLOCK_SIZE = 16
-LOGPROBS = Tap("token_logprobs", LM_HEAD)
 _LOGIT_ROWS = 256  # at a time: logits of all tokens may be larger than the model
 
 
@@ -102,8 +101,11 @@ def run_side(
             logprobs = _trained(model, side, work, found, gradients=gradients)
             if model.lm_head.weight is not model.get_input_embeddings().weight:
                 found.of_parameters("token_logprobs", model.lm_head)
-            choices = _choices(model, found.forward()[FINAL_NORM][work.scored])
-        forward = {**found.forward(), LOGPROBS: logprobs.unsqueeze(1)}
+            hidden = found.forward()[FINAL_NORM][work.scored].split(_LOGIT_ROWS)
+            with torch.no_grad():
+                logits = (next_token_logits(model, part.to(model.device)) for part in hidden)
+                choices = torch.cat([rows.argmax(dim=1).cpu() for rows in logits])
+        forward = {**found.forward(), Tap("token_logprobs", LM_HEAD): logprobs.unsqueeze(1)}
         return Outcome(logprobs, choices, forward, found.backward() if gradients else {})
 
 
@@ -162,13 +164,6 @@ def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) 
         first += len(found)
         logprobs.append(found.detach().cpu())
     return torch.cat(logprobs)
-
-
-@torch.no_grad()
-def _choices(model: Any, hidden: Tensor) -> Tensor:
-    """[n] most likely next tokens of hidden states [n, H]."""
-    logits = (next_token_logits(model, h.to(model.device)) for h in hidden.split(_LOGIT_ROWS))
-    return torch.cat([rows.argmax(dim=1).cpu() for rows in logits])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rl_consistency.models.moe.routing import stock_routing
+from rl_consistency.models.moe import stock_routing
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.clock import finished_seconds

@@ -27,7 +27,7 @@ from rl_consistency.models.modules import (
     CanonicalLinear,
     CanonicalRMSNorm,
 )
-from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
+from rl_consistency.models.moe import CanonicalExperts, CanonicalRouter
 from rl_consistency.numerics.patched import replaced
 
 RESIDUAL = "residual"
@@ -72,6 +72,7 @@ class Tap(NamedTuple):
 
 FINAL_NORM = Tap("rms_norm", "model.norm")
 
+_Call = Callable[..., Any]
 _Parts = dict[Tap, list[tuple[Tensor, Tensor]]]
 """Tap -> (tokens [n], their rows [n, features]) of each call, on the CPU."""
 
@@ -84,13 +85,11 @@ class Taps:
         """The sequences of the call at hand, in its order."""
         self._only = only
         self._names = {module: name for name, module in model.named_modules()}
-        self._known = frozenset(self._names.values())
         self._firsts = list(accumulate(lengths, initial=0))
         self._forward: _Parts = {}
         self._backward: _Parts = {}
         self._parameters: dict[Tap, nn.Parameter] = {}
-        self._rows = self._tokens = torch.empty(0, dtype=torch.int64)
-        self._num_rows = 0
+        self._at = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 0
         self._attention = self._finished = ""
         self._inside: nn.Module | None = None
 
@@ -125,23 +124,20 @@ class Taps:
             rows += range(start, start + queries)
             end = self._firsts[member] + context
             tokens += range(end - queries, end)
-        self._rows, self._tokens = torch.tensor(rows), torch.tensor(tokens)
-        self._num_rows = num_rows
+        self._at = torch.tensor(rows), torch.tensor(tokens), num_rows
 
     def gave(self, tap: Tap, value: Tensor, reader: Tap | None = None) -> None:
         """An op's output; `reader`: the only op that reads it, whose gradient arrives there."""
         if self._only in (None, tap):
-            part = _taken(value.detach(), self._rows, self._tokens, self._num_rows)
-            self._forward.setdefault(tap, []).append(part)
+            self._forward.setdefault(tap, []).append(_taken(value.detach(), *self._at))
         if reader is not None:
             self.sends_back(reader, value)
 
     def sends_back(self, tap: Tap, value: Tensor) -> None:
         """The gradient that will arrive at this tensor."""
         if value.requires_grad and self._only is None:
-            parts = self._backward.setdefault(tap, [])
-            kept = self._rows, self._tokens, self._num_rows
-            value.register_hook(lambda gradient: parts.append(_taken(gradient, *kept)))
+            parts, at = self._backward.setdefault(tap, []), self._at
+            value.register_hook(lambda gradient: parts.append(_taken(gradient, *at)))
 
     def given(self, tap: Tap, value: Tensor) -> Tensor:
         """An op's input, as a tensor of the op alone: other readers' gradients do not arrive."""
@@ -157,7 +153,7 @@ class Taps:
             self._backward.setdefault(tap, [])
             self._parameters[tap] = parameter
 
-    def reporting(self, report: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(self, report: _Call, run: _Call) -> _Call:
         """A method that reports where its module is of the tapped model."""
 
         def call(module: nn.Module, *args: Any, **named: Any) -> Any:
@@ -170,14 +166,14 @@ class Taps:
     # The wrappers, one for each method that computes something: `run` is the method, `name` that of
     # the module.
 
-    def _call(self, run: Callable[..., Any], _: str, model: Any, *call: Any) -> Any:
+    def _call(self, run: _Call, _: str, model: Any, *call: Any) -> Any:
         ids, _, layout, *rows = call
         self.begin(layout, ids.shape[0])
         # All rows are taken, in every layer.
         found = run(model, *call[:3])
         return found.index_select(0, rows[0]) if rows and rows[0] is not None else found
 
-    def _leaf(self, run: Callable[..., Any], name: str, module: Any, x: Tensor) -> Any:
+    def _leaf(self, run: _Call, name: str, module: Any, x: Tensor) -> Any:
         if name == LM_HEAD or module is self._inside:
             return run(module, x)
         around, _, last = name.rpartition(".")
@@ -193,7 +189,7 @@ class Taps:
         self.gave(Tap(module.op, name), out, self._reader(around, last))
         return out
 
-    def _gated(self, run: Callable[..., Any], name: str, down: Any, *gated: Any) -> Any:
+    def _gated(self, run: _Call, name: str, down: Any, *gated: Any) -> Any:
         around = name.rpartition(".")[0]
         with torch.no_grad():
             self.gave(Tap("glu", around), modules.glu(*gated))
@@ -203,7 +199,7 @@ class Taps:
         self.gave(Tap(down.op, name), out)
         return out
 
-    def _route(self, run: Callable[..., Any], name: str, router: Any, x: Tensor) -> Any:
+    def _route(self, run: _Call, name: str, router: Any, x: Tensor) -> Any:
         self.of_parameters("router", router)
         logits, weights, ids = run(router, self.given(Tap("router", name), x))
         block = name.rpartition(".")[0]
@@ -213,9 +209,7 @@ class Taps:
         self.sends_back(Tap("experts", f"{block}.experts", f"{OF_INPUT} weights"), weights)
         return logits, weights, ids
 
-    def _routed(
-        self, run: Callable[..., Any], name: str, experts: Any, x: Tensor, *rest: Any, **named: Any
-    ) -> Any:
+    def _routed(self, run: _Call, name: str, experts: Any, x: Tensor, *rest: Any, **named: Any):
         self.of_parameters("experts", experts)
         out = run(experts, self.given(Tap("experts", name), x), *rest, **named)
         self.gave(Tap("experts", name), out)
@@ -229,13 +223,11 @@ class Taps:
         if last in _READERS:
             part, op = _READERS[last]
             return Tap(op, f"{layer}.{part}", f"{OF_INPUT} from {last}")
-        if last in ("q_proj", "k_proj") and f"{around}.{last[0]}_norm" not in self._known:
+        if last in ("q_proj", "k_proj") and f"{around}.{last[0]}_norm" not in self._names.values():
             return Tap("rotary", around, f"{OF_INPUT} from {last}")
         return None
 
-    def _addition(
-        self, run: Callable[..., Any], name: str, norm: Any, x: Tensor, residual: Tensor
-    ) -> Any:
+    def _addition(self, run: _Call, name: str, norm: Any, x: Tensor, residual: Tensor) -> Any:
         self.of_parameters("rms_norm", norm)
         x = self.given(Tap("rms_norm", name), x)
         self._inside = norm
@@ -248,7 +240,7 @@ class Taps:
         self.gave(Tap("rms_norm", name), normed, self._reader(around, last))
         return normed, total
 
-    def _inputs(self, run: Callable[..., Any], name: str, attention: Any, *args: Any) -> Any:
+    def _inputs(self, run: _Call, name: str, attention: Any, *args: Any) -> Any:
         self._attention = name
         q, k, v = run(attention, *args)
         for part, value in (("q", q), ("k", k)):
@@ -257,9 +249,7 @@ class Taps:
         self._attention = ""
         return q, k, v
 
-    def _heads(
-        self, run: Callable[..., Any], q: Tensor, k: Tensor, *args: Any, norms: HeadNorms | None
-    ) -> Any:
+    def _heads(self, run: _Call, q: Tensor, k: Tensor, *args: Any, norms: HeadNorms | None) -> Any:
         if self._attention and norms is not None:
             # The fused op keeps what its norms give to itself.
             q_normed = rms_norm(q, norms.q_weight, norms.q_eps)
@@ -268,7 +258,7 @@ class Taps:
             self.gave(Tap("rms_norm", f"{self._attention}.k_norm"), k_normed)
         return run(q, k, *args, norms=norms)
 
-    def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
+    def _projections(self, run: _Call, *args: Any) -> Any:
         found = run(*args)
         if self._attention:
             for part, value in zip("qkv", found, strict=True):
@@ -291,7 +281,7 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
         only: the one output to keep, and no gradient; None: all.
     """
     taps = Taps(model, lengths, only)
-    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+    wrapped: list[tuple[Any, str, _Call]] = [
         (CanonicalBaseModel, "packed_forward", taps._call),
         (CanonicalEmbedding, "forward", taps._leaf),
         (CanonicalLinear, "forward", taps._leaf),

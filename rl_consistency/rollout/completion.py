@@ -1,4 +1,4 @@
-"""The result of a request, and the error of those that failed."""
+"""The result of a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
 
 
@@ -68,14 +67,3 @@ def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
         )
     none = torch.empty(0, dtype=torch.int64)
     return [none if c.routing is None else c.routing for c in completions]
-
-
-class FailedRequestsError(ConsistencyError):
-    """The model gave numbers that are not finite for some requests; the others were finished.
-    `failed` holds completions with an error, `completions` the others."""
-
-    def __init__(self, completions: Sequence[Completion]) -> None:
-        self.completions = [c for c in completions if c.error is None]
-        self.failed = [c for c in completions if c.error is not None]
-        lines = [f"request {c.request_id!r}, {c.error}" for c in self.failed]
-        super().__init__("\n".join(lines))

@@ -15,15 +15,17 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.device.model_runner import ModelRunner, PendingStep
 from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.progress import RolloutProgress
 from rl_consistency.rollout.request import RequestOptions, Requests
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import RolloutStatistics, Scheduler
-from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.stop_strings import Detokenizer
 from rl_consistency.rollout.weights import WeightsWatch
 
 

@@ -12,7 +12,8 @@ from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.drafter import Drafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
-from rl_consistency.rollout.sequence import Detokenizer, RolloutSequence, StopStrings
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.stop_strings import Detokenizer, StopStrings
 
 
 class RequestOptions(TypedDict, total=False):

@@ -10,10 +10,7 @@ known tokens. One whose prefix another is computing is set aside until that step
 **Preemption**: only decoding can run out of blocks. Then the sequence admitted last gives its
 blocks back and waits before all others. It keeps its tokens and logprobs.
 
-**Failure**: a logprob that is not finite may be owed to cache blocks that another computed, or to a
-wrong guess: in a block of keys a row that is not finite reaches rows before it, since 0 times NaN
-is NaN. So the blocks of a sequence that fails are not found again, and it starts over alone. If it
-fails again it is by its own tokens; another sample with these does not start over.
+**Failure**: a sequence with a logprob that is not finite starts over alone; see `failures`.
 
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
 draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
@@ -29,7 +26,7 @@ from time import perf_counter
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.failures import Failures
 from rl_consistency.rollout.sequence import RolloutSequence
 
 _SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
@@ -135,8 +132,7 @@ class Scheduler:
         self._waiting: list[tuple[bool, int, int, RolloutSequence]] = []
         self._set_aside: dict[int, list[RolloutSequence]] = {}  # by the block they wait for
         self._running: list[RolloutSequence] = []  # in order of admission
-        self._hopeless: set[tuple[SamplingParams, tuple[int, ...]]] = set()
-        """Tokens that have failed by themselves."""
+        self._failures = Failures()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self.admitted: list[RolloutSequence] = []  # given a slot by the last `schedule`
@@ -216,7 +212,8 @@ class Scheduler:
             statistics.decode_tokens += num_tokens - known
             if sequence.error is not None:
                 self._blocks.distrust(sequence)
-                if self._may_pass_alone(chunk):
+                alone = not sequence.num_borrowed_blocks and not chunk.draft
+                if self._failures.may_pass_alone(sequence, alone=alone):
                     self._start_over(sequence)
                     continue
             if known == sequence.num_prompt_tokens:
@@ -258,13 +255,6 @@ class Scheduler:
         if sequence.error is None:
             self._blocks.publish(sequence)
         self._unseat(sequence)
-
-    def _may_pass_alone(self, chunk: ScheduledChunk) -> bool:
-        """Whether the sequence of a chunk that failed may be computed without others' help."""
-        failed = chunk.sequence.params, tuple(chunk.sequence.token_ids)
-        if not chunk.sequence.num_borrowed_blocks and not chunk.draft:
-            self._hopeless.add(failed)
-        return failed not in self._hopeless
 
     def _start_over(self, sequence: RolloutSequence) -> None:
         """Queue a sequence that failed, its tokens kept, to compute them from blocks of its own."""

@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rl_consistency.models import decoder, inventory
-from rl_consistency.models.hooks_and_checkpointing import captures_outputs
-from rl_consistency.models.modules import is_unobserved
+from rl_consistency.models.modules import captures_outputs, is_unobserved
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset

@@ -102,7 +102,7 @@ COUNT, SHAPE = "position_ids must count", r"position_ids \(.*\) must have the sh
 BAD = [
     ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "row 1 has a hole or no token"),
     ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1 has a hole or no token"),
-    ({"attention_mask": torch.ones(2, 2)}, r"\(2, 2\) must have the shape of input_ids \(2, 3\)"),
+    ({"attention_mask": torch.ones(2, 2)}, r"\(2, 2\), input_ids \(2, 3\)"),
     *(
         ({"input_ids": IDS[:1], "position_ids": torch.tensor([positions])}, COUNT)
         for positions in ([1, 2, 3], [0, 1, 3], [0, 0, 2], [0, 2, 0], [5, 0, 1])

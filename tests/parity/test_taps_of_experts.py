@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_consistency.kernels.experts import cpu
+from rl_consistency.models import moe
 from rl_consistency.models.families import ops_of
-from rl_consistency.models.moe import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.parity.localize import localize
 from rl_consistency.verify.presets import build_preset
@@ -55,7 +55,7 @@ def found(model, work, **options):
 
 @pytest.mark.parametrize(("name", "fault", "expected"), FAULTS, ids=[f[2] for f in FAULTS])
 def test_a_planted_fault_is_found_at_its_op_and_layer(model, name, fault, expected, work):
-    with later(name, fault, owner=modules, **LAYER):
+    with later(name, fault, owner=moe, **LAYER):
         first = found(model, work).first
     assert f"{first.pass_} {first.op} {first.what}" == expected
     assert (first.layer, first.sequence, first.position) == (1, 0, ROW)

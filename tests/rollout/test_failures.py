@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rl_consistency.models.patch import patch
+from rl_consistency.rollout.failures import Failures
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import Scheduler
 from tests.rollout.engine.engines import Recalling, content, engine_of, is_idle
 
 MARK = 7
@@ -51,7 +51,7 @@ def test_a_neighbour_with_the_same_prefix_keeps_its_bytes(marked, kv_block_size,
 
 
 def test_without_starting_over_a_neighbour_fails_too(marked, monkeypatch):
-    monkeypatch.setattr(Scheduler, "_may_pass_alone", lambda *_: False)
+    monkeypatch.setattr(Failures, "may_pass_alone", lambda *_, **__: False)
     found = served(engine_of(marked), [[*PREFIX, MARK, 9], [*PREFIX, 10, 11]], GREEDY)
     assert found == {(0, 0): "error", (1, 0): "error"}
 

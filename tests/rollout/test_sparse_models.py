@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
+from rl_consistency.models import moe
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.moe import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.completion import FailedRequestsError
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import WeightsWatch, _weights, model_digest
 from rl_consistency.verify.presets import build_preset
@@ -139,7 +139,7 @@ def with_graphs(model, **settings):
 @pytest.fixture
 def routed(monkeypatch):
     """Of each call of the experts in a captured step: rows of tokens, and rows of zeros."""
-    seen, run = [], modules.experts
+    seen, run = [], moe.experts
 
     def watched(x, ids, weights, gate_up, down, layout, **options):
         out = run(x, ids, weights, gate_up, down, layout, **options)
@@ -148,7 +148,7 @@ def routed(monkeypatch):
             seen.append((len(x), int(layout.numbers.token_len.sum()), empty))
         return out
 
-    monkeypatch.setattr(modules, "experts", watched)
+    monkeypatch.setattr(moe, "experts", watched)
     return seen
 
 

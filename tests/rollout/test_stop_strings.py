@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rl_consistency.rollout.sequence import LONGEST_READ, StopStrings
+from rl_consistency.rollout.stop_strings import LONGEST_READ, StopStrings
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 
 

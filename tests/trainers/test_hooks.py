@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers import hooks
 from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
+from rl_consistency.trainers.hooks import ConsistencyHook, Rollout, regrouped
 from rl_consistency.trainers.policy import build_model
 from tests.trainers.conftest import RECIPE
 
@@ -86,29 +87,21 @@ def mean_of_what_is_at_hand(scored, group):
 
 
 def trained(model, rollout, loss):
-    """Gradients of the whole batch, and the step that describes them."""
+    """Gradients of the whole batch, and their check: what a hook is told."""
     model.zero_grad(set_to_none=True)
     scored = token_logprobs(
         model, rollout.sequences, prompt_lengths=rollout.prompt_lengths, sampling=SAMPLING
     )
     loss(scored, range(len(rollout.sequences))).backward()
-    return gradient_step(rollout, loss)
-
-
-def gradient_step(rollout, loss, first_of_step=True):
-    return GradientStep(
-        sequences=rollout.sequences,
-        prompt_lengths=rollout.prompt_lengths,
-        sampling=SAMPLING,
-        loss=loss,
-        first_of_step=first_of_step,
-    )
+    given = model, rollout.sequences, rollout.prompt_lengths, None
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return gradients, partial(regrouped, *given, loss=loss, sampling=SAMPLING)
 
 
 def whole_step(hook, model, rollout):
     metrics = hook.on_rollout(rollout)
     metrics |= hook.on_training_logprobs(recomputed(model, rollout))
-    metrics |= hook.on_gradients(trained(model, rollout, global_mean(rollout)))
+    metrics |= hook.on_gradients(*trained(model, rollout, global_mean(rollout)))
     return metrics | hook.on_step_end()
 
 
@@ -180,7 +173,7 @@ def test_a_loss_whose_weights_depend_on_the_cut_fails_the_gradient_check(make_ho
     hook.on_rollout(rollout)
     step = trained(model, rollout, mean_of_what_is_at_hand)
     with pytest.raises(ConsistencyError, match=r"step 1: gradients depend on .* first in model\."):
-        hook.on_gradients(step)
+        hook.on_gradients(*step)
     assert (hook.counted["gradient_checks"], hook.counted["gradient_checks_passed"]) == (1, 0)
 
 
@@ -194,7 +187,7 @@ def test_gradients_that_are_not_those_of_the_step_fail_the_gradient_check(
     weight = model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         weight.grad[0, 0] = torch.nextafter(weight.grad[0, 0], torch.tensor(1.0))
-    metrics = hook.on_gradients(step)
+    metrics = hook.on_gradients(*step)
     assert metrics["consistency/gradient_check/passed"] is False
     assert metrics["consistency/gradient_check/mismatched_elements"] == 1
     assert "differs from one whole packed batch in 1 of " in told[0]
@@ -208,7 +201,7 @@ def test_totals_survive_a_checkpoint(make_hook, model, rollout):
     def bad_step(hook, step):
         hook.on_rollout(at_step(rollout, step))
         hook.on_training_logprobs(one_ulp_off(rollout.logprobs))
-        hook.on_gradients(trained(model, rollout, mean_of_what_is_at_hand))
+        hook.on_gradients(*trained(model, rollout, mean_of_what_is_at_hand))
         hook.on_step_end()
 
     whole, first, second = hook(), hook(), hook()
@@ -241,7 +234,7 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
     hook.on_rollout(rollout)
     hook.on_step_end()
     with pytest.raises(ValueError, match="on_rollout must be called before"):
-        hook.on_gradients(gradient_step(rollout, None))
+        hook.on_gradients({}, None)
 
 
 @pytest.fixture

@@ -14,13 +14,11 @@ import yaml
 
 from rl_consistency.cli.main import main
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers import interrupts, run
+from rl_consistency.trainers import interrupts, rewards, run
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
+from rl_consistency.trainers.interrupts import Ending, interrupts_heard
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards import compute
-from rl_consistency.trainers.rewards.compute import compute_rewards
-from rl_consistency.trainers.rewards.function import RewardFunction, resolve
+from rl_consistency.trainers.rewards import RewardFunction, compute_rewards, resolve
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")
@@ -58,7 +56,7 @@ def test_an_interrupt_that_a_reward_function_swallows_passes_through():
 
 def test_unheard_a_swallowed_interrupt_is_lost(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(compute, "interrupts_heard", nullcontext)
+    monkeypatch.setattr(rewards, "interrupts_heard", nullcontext)
     assert compute_rewards([RewardFunction("mine", swallowing)], [EXAMPLE], ["2"]).total == [0.0]
 
 
@@ -179,7 +177,7 @@ def test_a_second_signal_ends_a_run_at_once(signalled, tiny_run, capfd):
 
 def test_a_signal_that_a_launcher_repeats_is_one():
     progress, told = Progress(1), []
-    with endings_deferred(progress, speaks=True) as ending:
+    with Ending(progress, speaks=True) as ending:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         progress.listener = told.append
@@ -196,7 +194,7 @@ def test_a_signal_is_heard_where_standard_error_takes_nothing(monkeypatch):
     def gone(descriptor, text):
         raise OSError(errno.EIO, "Input/output error")
 
-    with endings_deferred(Progress(1), speaks=True) as ending:
+    with Ending(Progress(1), speaks=True) as ending:
         monkeypatch.setattr(interrupts.os, "write", gone)
         signal.raise_signal(signal.SIGINT)
         assert ending.asked(World(range(1), 0, device=torch.device("cpu"))) == signal.SIGINT

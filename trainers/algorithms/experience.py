@@ -12,18 +12,15 @@ from torch import Tensor
 
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards.compute import Rewards
+from rl_consistency.trainers.hooks import Rollout
+from rl_consistency.trainers.rewards import Rewards
 
 
-@dataclass
-class Experience:
+@dataclass(kw_only=True)
+class Experience(Rollout):
     """One rollout batch to learn from; everything is indexed by sample, in logical order."""
 
-    sequences: list[list[int]]
-    prompt_lengths: list[int]
-    old_logprobs: list[Tensor]
-    """Logprobs on the CPU, as the rollout gave them."""
-    keep: Tensor | None
+    keep: Tensor | None = None
     """[S] bool, False where a sample is left out of the loss; None keeps all."""
     reference_logprobs: list[Tensor] | None = None
     """Logprobs of the reference model, on the model's device."""
@@ -37,7 +34,7 @@ class Experience:
     @cached_property
     def lengths(self) -> list[int]:
         """Completion tokens of each sample."""
-        return [len(t) for t in self.old_logprobs]
+        return [len(t) for t in self.logprobs]
 
 
 def rollout_metrics(

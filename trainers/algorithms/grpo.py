@@ -26,6 +26,7 @@ from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.clock import finished_seconds
+from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.block_manager import cache_shape
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
@@ -40,7 +41,7 @@ from rl_consistency.trainers.algorithms.experience import (
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet
-from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Metrics, Rollout
+from rl_consistency.trainers.hooks import ConsistencyHook, Metrics, regrouped
 from rl_consistency.trainers.losses import (
     L,
     LossOutput,
@@ -54,8 +55,7 @@ from rl_consistency.trainers.losses import (
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
-from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
+from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
@@ -100,8 +100,7 @@ class GRPOTrainer:
         self._own = [first + i for first in firsts for i in own]
         self._balances, self._routing = config.algorithm.balance_coefficient, {}
         self._micro_batch_size = config.training.micro_batch_size
-        packed = config.training.layout == "packed"
-        self._layout: Layout = "packed" if packed else "right_padded"
+        self._layout: Layout = "packed" if config.training.layout == "packed" else "right_padded"
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self.weights_digest = self._common_digest("before the first step")
 
@@ -197,33 +196,28 @@ class GRPOTrainer:
     ) -> tuple[Metrics, Experience]:
         examples = [self.train.examples[i] for i in index]
         prompts = [self.train.prompts[i] for i in index]
-        sequences = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
-        prompt_lengths = [len(prompt) for prompt in prompts]
-        old_logprobs = [completion.token_logprobs for completion in completions]
-        rollout = Rollout(
+        experience = Experience(
             step=step,
-            sequences=sequences,
-            prompt_lengths=prompt_lengths,
-            logprobs=old_logprobs,
+            sequences=[[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)],
+            prompt_lengths=[len(prompt) for prompt in prompts],
+            logprobs=[completion.token_logprobs for completion in completions],
             sampling=self._sampling,
             places=[(e.id, c.sample_index) for e, c in zip(examples, completions, strict=True)],
             routing=routing_of(completions),
         )
-        metrics = self._told("the rollout", self.hook.on_rollout, rollout)
+        metrics = self._told("the rollout", self.hook.on_rollout, experience)
         rewards = self._rewards(examples, completions)
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        shaped, keep = torch.tensor(rewards.total, dtype=torch.float32), None
+        shaped, lengths = torch.tensor(rewards.total, dtype=torch.float32), experience.lengths
         if algorithm.overlong == "penalty":
-            lengths = [len(c.token_ids) for c in completions]
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
-            keep = overlong_mask([c.finish_reason for c in completions])
+            experience.keep = overlong_mask([c.finish_reason for c in completions])
         metrics |= rollout_metrics(completions, rewards)
-        experience = Experience(sequences, prompt_lengths, old_logprobs, keep)
         if self.reference is not None:
-            everything = list(range(len(sequences)))
+            everything = list(range(len(lengths)))
             experience.reference_logprobs = self._score(self.reference, experience, everything)
         return metrics | self._judge(experience, shaped), experience
 
@@ -253,8 +247,9 @@ class GRPOTrainer:
                     if self._routing:
                         given.append(self.ranks.shared_tensors("routing", self._routing))
                     metrics |= self._told("training logprobs", *given)
-            taken = self._gradient_step(experience, part, not updates)
-            metrics |= self._told("gradients", self.hook.on_gradients, taken)
+                gradients = self.ranks.whole(self.ranks.gradients())
+                check = partial(self._check, experience, part)
+                metrics |= self._told("gradients", self.hook.on_gradients, gradients, check)
             metrics["learning_rate"] = self.optimizer.learning_rate
             with self._timed("optimizer"):
                 norms.append(self.optimizer.step(norm))
@@ -297,7 +292,7 @@ class GRPOTrainer:
         anchor = None if reference is None else torch.cat([reference[i] for i in group])
         batch = TokenBatch(
             logprobs=scored.logprobs,
-            old_logprobs=torch.cat([experience.old_logprobs[i] for i in group]).to(device),
+            old_logprobs=torch.cat([experience.logprobs[i] for i in group]).to(device),
             advantages=torch.cat([experience.advantages[i] for i in group]).to(device),
             lengths=lengths,
             reference_logprobs=anchor,
@@ -324,21 +319,23 @@ class GRPOTrainer:
             device=device,
         )
 
-    def _gradient_step(self, experience: Experience, part: list[int], first: bool) -> GradientStep:
+    def _check(self, experience: Experience, part: list[int]) -> GradientReport:
+        """Compare the gradients of the optimizer step over `part` with others of it."""
+        if self.ranks.order.count > 1 or self.ranks.keeps_shards:
+            passes = backward_passes(self.ranks, part, partial(self._loss, experience, part))
+            return self.ranks.check(len(part), self._micro_batch_size, passes)
+
         def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
             return self._loss_of(experience, part, scored, [part[i] for i in group]).loss
 
-        passes = backward_passes(self.ranks, part, partial(self._loss, experience, part))
-        check = partial(self.ranks.check, len(part), self._micro_batch_size, passes)
-        return GradientStep(
-            sequences=[experience.sequences[i] for i in part],
-            prompt_lengths=[experience.prompt_lengths[i] for i in part],
-            sampling=self._sampling,
+        return regrouped(
+            self.model,
+            [experience.sequences[i] for i in part],
+            [experience.prompt_lengths[i] for i in part],
+            self.config.consistency.gradient_check_sequences,
             loss=loss,
-            first_of_step=first,
+            sampling=self._sampling,
             balance=self._balances > 0,
-            gradients=self.ranks.whole(self.ranks.gradients()),
-            check=check if self.ranks.order.count > 1 or self.ranks.keeps_shards else None,
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:

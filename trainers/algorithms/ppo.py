@@ -61,7 +61,7 @@ class PPOTrainer(GRPOTrainer):
         metrics = self._told("the values", self.hook.on_values, values, again)
         kl = [[0.0] * length for length in experience.lengths]
         if (reference := experience.reference_logprobs) is not None:
-            pairs = zip(experience.old_logprobs, reference, strict=True)
+            pairs = zip(experience.logprobs, reference, strict=True)
             kl = [(a.double() - b.cpu().double()).tolist() for a, b in pairs]
         coefficient = self.config.algorithm.kl_coefficient
         given = [part.tolist() for part in values]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,12 +18,12 @@ from rl_consistency.trainers.config.sections import (
     PositiveOrZero,
     RecipeSection,
     Share,
+    nearest_key,
 )
 from rl_consistency.trainers.losses import WeightKind
 
 SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "stop"))
 """Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings."""
-_KEYS = ", ".join(SAMPLING_KEYS)
 
 
 def _sampling(value: Any) -> Any:
@@ -34,17 +33,13 @@ def _sampling(value: Any) -> Any:
     problems: list[str] = []
     for key, given in value.items():
         if key not in SAMPLING_KEYS:
-            near = get_close_matches(str(key), SAMPLING_KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys here are {_KEYS}"
-            problems.append(f"unknown key {key}; {hint}")
+            problems.append(f"unknown key {key}; {nearest_key(str(key), SAMPLING_KEYS)}")
             continue
         try:
-            params = SamplingParams(**{key: given})
+            if SamplingParams(**{key: given}).temperature == 0:
+                problems.append("temperature must be above 0: greedy completions are equal")
         except (TypeError, ValueError) as error:
             problems.append(str(error))
-        else:
-            if params.temperature == 0:
-                problems.append("temperature must be above 0: greedy completions are equal")
     if missing := [key for key in ("n", "max_tokens") if key not in value]:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:
@@ -147,10 +142,8 @@ class AlgorithmSection(RecipeSection):
     @classmethod
     def _is_a_sum(cls, value: str) -> str:
         if value == "batch":
-            raise ValueError(
-                "batch: a load-balancing loss over the batch is the product of two means over it, "
-                "no sum over sequences, so every cut into micro-batches changes it; use sequence"
-            )
+            product = "over the batch the loss is a product of two means, no sum over sequences"
+            raise ValueError(f"batch: {product}: every cut changes it; use sequence")
         return value
 
     @property

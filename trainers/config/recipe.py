@@ -7,7 +7,6 @@ config. Paths in it are relative to the directory in which it is loaded, and abs
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -36,14 +35,15 @@ from rl_consistency.trainers.config.sections import (
     RunSection,
     TokenizerSection,
     TrackingSection,
+    nearest_key,
 )
 from rl_consistency.trainers.config.strict_yaml import (
     RecipeSyntaxError,
     apply_overrides,
     dump,
     read,
-    shown,
 )
+from rl_consistency.trainers.data.foreign_files import shown
 
 MOVED = {
     "rollout.samples_per_prompt": "rollout.sampling.n",
@@ -117,12 +117,10 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
         yield f"policy.build.max_position_embeddings: {positions} positions are fewer than {needs}"
     if blocks is not None and blocks * size < longest:
         yield f"rollout.num_kv_blocks: {blocks} blocks of {size} cannot hold one sequence: {needs}"
-    batch = rollout.prompts_per_step * sampling.n
-    if batch % algorithm.updates_per_rollout:
-        yield (
-            f"algorithm.updates_per_rollout: {algorithm.updates_per_rollout} does not divide the "
-            f"rollout batch of {batch} (prompts_per_step x sampling.n)"
-        )
+    batch, parts = rollout.prompts_per_step * sampling.n, algorithm.updates_per_rollout
+    if batch % parts:
+        whole = f"the rollout batch of {batch} (prompts_per_step x sampling.n)"
+        yield f"algorithm.updates_per_rollout: {parts} does not divide {whole}"
     examples = math.inf
     if data.task is not None:
         examples = min(data.task.train_size, data.limit or data.task.train_size)
@@ -151,8 +149,7 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
             "algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
             f"rollout.sampling sets {', '.join(truncated)}: the reference may give a token 0"
         )
-    updates = algorithm.updates_per_rollout * algorithm.epochs_per_rollout
-    if truncated and updates > 1:
+    if truncated and (updates := parts * algorithm.epochs_per_rollout) > 1:
         yield (
             f"rollout.sampling: {', '.join(truncated)} with {updates} updates on a rollout "
             "(algorithm.updates_per_rollout x epochs_per_rollout): after the first a sampled token "
@@ -202,15 +199,11 @@ def part_problems(config: RunConfig, order: PartOrder) -> Iterator[str]:
 def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str]:
     """What the recipe asks for that this strategy does not do."""
     if config.algorithm.name == "ppo" and strategy != "replicated":
-        yield (
-            f"training.strategy: {strategy} shards no critic, which ppo needs: use replicated, "
-            "with any number of processes, or algorithm.name grpo"
-        )
+        remedy = "use replicated, with any number of processes, or algorithm.name grpo"
+        yield f"training.strategy: {strategy} shards no critic, which ppo needs: {remedy}"
     if strategy == "zero1" and config.policy.dtype == "bfloat16":
-        yield (
-            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "
-            "zero2"
-        )
+        problem = "zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed"
+        yield f"training.strategy: {problem}: use zero2"
     if strategy in ("zero2", "zero3") and config.consistency.shadow_every:
         yield (
             f"consistency.shadow_every: under {strategy} DeepSpeed takes every gradient, that of a "
@@ -233,7 +226,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         tree = read(path)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {shown(repr(tree))}")
+            raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
         apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
@@ -266,7 +259,7 @@ def _problems(error: ValidationError) -> list[str]:
             message = str(item.get("ctx", {}).get("error", item["msg"]))
             problems += [f"{path}: {message}"] if path else message.splitlines()
         else:
-            problems.append(f"{path}: {item['msg']}, got {shown(repr(item['input']))}")
+            problems.append(f"{path}: {item['msg']}, got {shown(item['input']):.60}")
     return problems
 
 
@@ -277,10 +270,7 @@ def _hint(location: tuple[int | str, ...]) -> str:
         return f"give {moved}"
     known = [path.split(".") for path in _all_paths(RunConfig)]
     siblings = [path[-1] for path in known if path[:-1] == section]
-    elsewhere = [".".join(path) for path in known if path[-1] == key]
-    if near := difflib.get_close_matches(key, siblings, n=1) or elsewhere:
-        return f"did you mean {near[0]}?"
-    return f"the keys here are {', '.join(siblings)}"
+    return nearest_key(key, siblings, [".".join(path) for path in known if path[-1] == key])
 
 
 def _all_paths(model: type[BaseModel]) -> Iterator[str]:

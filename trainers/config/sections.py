@@ -5,8 +5,9 @@ They are `run`, `consistency`, `tracking`, `policy`, `tokenizer`, `data` and `re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,6 +75,13 @@ BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Path, WrapValidator(_local)]
+
+
+def nearest_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """What an unknown key may have been meant to be."""
+    if near := get_close_matches(key, known, n=1) or elsewhere:
+        return f"did you mean {near[0]}?"
+    return f"the keys here are {', '.join(known)}"
 
 
 def require_one(**choices: Any) -> None:
@@ -151,11 +159,6 @@ class ConsistencySection(RecipeSection):
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""
 
-    def of_the_hook(self) -> dict[str, Any]:
-        """What `ConsistencyHook` is given."""
-        others = {"strict", "strict_except", "gradient_leaves", "ordered"}
-        return self.model_dump(exclude=others)
-
     def strictness(self) -> AbstractContextManager[Strictness]:
         """What the section says of strictness, else what holds outside the block."""
         if self.strict is None and not self.strict_except:
@@ -192,6 +195,7 @@ SPARSE = ("qwen3_moe", "olmoe", "mixtral")
 """Families whose layers are mixtures of experts."""
 HEAD_STEP, WIDEST_HEAD = 16, 256
 """Widths of heads that attention takes."""
+HeadWidth = Annotated[Int, Field(ge=HEAD_STEP, le=WIDEST_HEAD, multiple_of=HEAD_STEP)]
 
 
 class ExpertsSection(RecipeSection):
@@ -224,9 +228,7 @@ class BuildSection(RecipeSection):
     """Number of query heads."""
     num_key_value_heads: Count
     """Number of key/value heads; divides num_attention_heads."""
-    head_dim: Annotated[Int, Field(ge=HEAD_STEP, le=WIDEST_HEAD, multiple_of=HEAD_STEP)] | None = (
-        None
-    )
+    head_dim: HeadWidth | None = None
     """Width of one head, a multiple of 16 up to 256; null = hidden_size / num_attention_heads."""
     max_position_embeddings: Count = 512
     """Longest sequence, prompt and completion together, in tokens."""
@@ -241,14 +243,11 @@ class BuildSection(RecipeSection):
     def _sizes_fit(self) -> BuildSection:
         heads, shared, size = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
         if heads % shared:
-            raise ValueError(
-                f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
-            )
+            multiple = f"no multiple of num_key_value_heads {shared}"
+            raise ValueError(f"num_attention_heads {heads} is {multiple}")
         if self.head_dim is None and (size % (HEAD_STEP * heads) or size > WIDEST_HEAD * heads):
-            raise ValueError(
-                f"hidden_size {size} gives {heads} heads no width that is a multiple of "
-                f"{HEAD_STEP} up to {WIDEST_HEAD}: set head_dim"
-            )
+            wanted = f"a multiple of {HEAD_STEP} up to {WIDEST_HEAD}: set head_dim"
+            raise ValueError(f"hidden_size {size} gives {heads} heads no width that is {wanted}")
         if self.architecture == "olmoe" and self.head_dim not in (None, size // heads):
             raise ValueError("olmoe norms whole projections: leave head_dim out")
         if (self.experts is not None) != (self.architecture in SPARSE):
@@ -304,10 +303,8 @@ class ArithmeticSection(RecipeSection):
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
         if (sums := self.max_value**self.num_terms) < 64:
-            raise ValueError(
-                f"{self.num_terms} terms up to {self.max_value} make only {sums} sums, too few for "
-                "two disjoint splits: raise num_terms or max_value"
-            )
+            found = f"{self.num_terms} terms up to {self.max_value} make only {sums} sums"
+            raise ValueError(f"{found}, too few for two disjoint splits: raise one of them")
         return self
 
 

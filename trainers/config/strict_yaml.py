@@ -123,16 +123,11 @@ def parse(text: str, source: str) -> Any:
         ) from error
 
 
-def shown(text: str) -> str:
-    """A text in an error message: its beginning, where it is long."""
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
     for override in overrides:
         path, equals, text = override.partition("=")
-        override = shown(override)
+        override = f"{override:.60}"
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise RecipeSyntaxError(

@@ -94,17 +94,15 @@ def read_jsonl(
         if isinstance(record.get(prompt_field), list):
             messages = _messages(record[prompt_field], f"{place}: {prompt_field!r}")
             if not conversations or prompt_template != "{prompt}":
-                raise DataError(
-                    f"{place}: {prompt_field!r} is a list of messages: set data.chat_template to "
-                    "true, and leave out data.prompt_template"
-                )
+                remedy = "set data.chat_template to true, and leave out data.prompt_template"
+                raise DataError(f"{place}: {prompt_field!r} is a list of messages: {remedy}")
         text = "" if messages else _text(record, prompt_field, place)
         answer = _text(record, answer_field, place)
         prompt = prompt_template.replace("{prompt}", text)
         rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
+        texts = {"prompt": prompt, "answer": answer, "target": answer, "messages": messages}
         extra = MappingProxyType(rest)
-        given = {"prompt": prompt, "answer": answer, "target": answer, "messages": messages}
-        examples.append(Example(id=index, **given, extra=extra, source=path))
+        examples.append(Example(id=index, **texts, extra=extra, source=path))
     if not examples:
         raise DataError(f"{path} is empty: it needs one JSON object per line")
     return examples
@@ -127,10 +125,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _text(record: dict[str, Any], name: str, place: str) -> str:
     if name not in record:
-        raise DataError(
-            f"{place}: no field {name!r}; the line has {', '.join(map(repr, record)) or 'none'}. "
-            "Name the fields with data.prompt_field and data.answer_field"
-        )
+        given = ", ".join(map(repr, record)) or "none"
+        remedy = "name the fields with data.prompt_field and data.answer_field"
+        raise DataError(f"{place}: no field {name!r}; the line has {given}: {remedy}")
     value = record[name]
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -146,10 +143,8 @@ def _messages(given: Sequence[Any], place: str) -> Sequence[Mapping[str, Any]]:
     for number, message in enumerate(given):
         found = message if isinstance(message, dict) else {}
         if not all(isinstance(found.get(key), str) for key in ("role", "content")):
-            raise DataError(
-                f"{place}: message {number} must be an object with a role and a content that are "
-                "text (images are not covered)"
-            )
+            needed = "must be an object with a role and a content that are text"
+            raise DataError(f"{place}: message {number} {needed} (images are not covered)")
     if not given or given[-1]["role"] == "assistant":
         raise DataError(f"{place} must end with a message to answer: of the user, say")
     return tuple(given)
@@ -185,17 +180,14 @@ def encode_prompt(
     if overlong != "error" and len(leading) < longest < length:
         kept = [*leading, *token_ids[len(leading) - longest :]]
         return (kept if overlong == "truncate" else None), True
+    found = f"{example.place}: its prompt has {length} tokens"
     if length > max_prompt_tokens:
-        raise DataError(
-            f"{example.place}: its prompt has {length} tokens, data.max_prompt_tokens is "
-            f"{max_prompt_tokens}: raise it, {remedy}"
-        )
+        limit = f"data.max_prompt_tokens is {max_prompt_tokens}: raise it"
+        raise DataError(f"{found}, {limit}, {remedy}")
     if length + max_tokens > context_length:
-        raise DataError(
-            f"{example.place}: its prompt has {length} tokens, with {max_tokens} of the "
-            f"completion {length + max_tokens}; the model's context is {context_length}: lower "
-            f"rollout.sampling.max_tokens, {remedy}"
-        )
+        found += f", with {max_tokens} of the completion {length + max_tokens}"
+        limit = f"the model's context is {context_length}: lower rollout.sampling.max_tokens"
+        raise DataError(f"{found}; {limit}, {remedy}")
     return [*leading, *token_ids], False
 
 

@@ -54,10 +54,8 @@ def load_prompts(
     train_set, eval_set = encoded(train), encoded(evaluation)
     if len(train_set.prompts) < (batch := config.rollout.prompts_per_step):
         dropped = f", {train_set.overlong} overlong ones dropped" if train_set.overlong else ""
-        raise DataError(
-            f"rollout.prompts_per_step: {batch} exceeds the {len(train_set.prompts)} training "
-            f"examples of {config.data.path}{dropped}: lower it, or give more data"
-        )
+        found = f"the {len(train_set.prompts)} training examples of {config.data.path}{dropped}"
+        raise DataError(f"rollout.prompts_per_step: {batch} exceeds {found}: lower it")
     if evaluation and not eval_set.prompts:
         raise DataError(f"all {len(evaluation)} evaluation prompts are overlong and dropped")
     return train_set, eval_set if evaluation else None
@@ -77,14 +75,11 @@ def leading_tokens(tokenizer: Any, examples: Sequence[Example]) -> list[int]:
     They are read off the first prompt that has tokens of its own.
     """
     for example in examples:
-        plain, whole = (
-            tokenizer.encode(example.prompt, add_special_tokens=added) for added in (False, True)
-        )
-        # Where a text's own first token is special too, the longest lead is the tokenizer's.
-        starts = range(len(whole) - len(plain), -1, -1)
-        found = (list(whole[:i]) for i in starts if whole[i : i + len(plain)] == plain)
-        if plain:
-            return next(found, [])
+        if plain := tokenizer.encode(example.prompt, add_special_tokens=False):
+            whole = tokenizer.encode(example.prompt, add_special_tokens=True)
+            # Where a text's own first token is special too, the longest lead is the tokenizer's.
+            starts = range(len(whole) - len(plain), -1, -1)
+            return next((list(whole[:i]) for i in starts if whole[i:][: len(plain)] == plain), [])
     return []
 
 
@@ -95,11 +90,10 @@ def encode_targets(
     targets, encode = [], _encoder(tokenizer, vocab_size)
     for example, prompt in zip(train.examples, train.prompts, strict=True):
         targets.append([*encode(example.target), tokenizer.eos_token_id])
-        length = len(prompt) + len(targets[-1])
-        if length > context_length:
+        if (length := len(prompt) + len(targets[-1])) > context_length:
             raise DataError(
-                f"{example.place}: prompt and answer have {length} tokens, the model's "
-                f"context is {context_length}: remove the example, or set warm_start.steps to 0"
+                f"{example.place}: prompt and answer have {length} tokens, the model's context is "
+                f"{context_length}: remove the example, or set warm_start.steps to 0"
             )
     return targets
 
@@ -112,8 +106,7 @@ def _encoder(tokenizer: Any, vocab_size: int) -> Callable[[str], list[int]]:
         if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
             raise DataError(
                 f"the tokenizer gives {shown(text):.60} the token id {outside[0]}, outside the "
-                f"model's vocabulary of {vocab_size}: they do not belong together (tokenizer.kind "
-                "auto takes the model's own)"
+                f"model's vocabulary of {vocab_size}: tokenizer.kind auto takes the model's own"
             )
         return token_ids
 
@@ -135,10 +128,9 @@ def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
 def require_template(tokenizer: Any) -> None:
     """DataError where the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
+        remedy = "set it to false and write the turns into data.prompt_template"
         raise DataError(
-            "data.chat_template is true and the policy's tokenizer has no chat template: set it to "
-            "false and write the turns into data.prompt_template, or save the tokenizer with a "
-            "chat_template"
+            f"data.chat_template: the policy's tokenizer has no chat template: {remedy}"
         )
 
 

@@ -47,16 +47,12 @@ def load_tokenizer(source: str | Path, *, local: bool = True) -> PreTrainedToken
     """
     if local and not Path(source).is_dir():
         raise TokenizerError(f"no model directory {source}: policy.path must name one")
-    what = (
-        f"{source} holds no tokenizer that can be loaded: it needs tokenizer.json and "
-        "tokenizer_config.json, or set tokenizer.kind: byte"
-    )
+    needs = "it needs tokenizer.json and tokenizer_config.json, or set tokenizer.kind: byte"
+    what = f"{source} holds no tokenizer that can be loaded: {needs}"
     with explained(TokenizerError, what):
         tokenizer = AutoTokenizer.from_pretrained(
             str(source), local_files_only=local, trust_remote_code=False
         )
     if tokenizer.eos_token_id is None:
-        raise TokenizerError(
-            f"the tokenizer of {source} has no eos_token: set it and save it again"
-        )
+        raise TokenizerError(f"the tokenizer of {source} has no eos_token: set it and save it")
     return tokenizer

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,13 +59,6 @@ class Checkpoint:
     critic: dict[str, Tensor] | None = None
     """Weights; None without a critic."""
     critic_optimizer: dict[str, Tensor] | None = None
-
-
-class StepEnd(NamedTuple):
-    """What a checkpoint keeps of the end of a step, beside weights and optimizers."""
-
-    random_state: Mapping[str, Any]
-    totals: Mapping[str, Any]
 
 
 def save_checkpoint(
@@ -119,10 +112,8 @@ def save_checkpoint(
 
 
 def save_weights(file: Path, model: Any) -> str:
-    """Write a model's parameters to one file, whole or not at all, and return its SHA-256.
-
-    CheckpointError if the disk refuses.
-    """
+    """Write a model's parameters to one file, whole or not at all (then a CheckpointError), and
+    return its SHA-256."""
     with explained(str(file), lambda: remedy(file.parent)), unfinished(file.parent) as place:
         written = place / file.name
         save_file(_plain(model.named_parameters()), written, metadata={"format": "pt"})
@@ -134,10 +125,8 @@ def save_weights(file: Path, model: Any) -> str:
 def read_weights(file: Path, digest: str) -> dict[str, Tensor]:
     """What `save_weights` wrote; CheckpointError if it is missing or has another SHA-256."""
     if not file.is_file() or file_digest(file) != digest:
-        raise CheckpointError(
-            f"{file} is missing, damaged or of another run (SHA-256); restore it, or begin another "
-            "run."
-        )
+        problem = "is missing, damaged or of another run (SHA-256)"
+        raise CheckpointError(f"{file} {problem}: restore it, or begin another run.")
     return load_file(file)
 
 
@@ -157,10 +146,8 @@ def remedy(directory: Path) -> str:
     """What helps a run that a full disk stopped, its checkpoints being in `directory`."""
     if list_checkpoints(directory):
         return "Earlier checkpoints are whole: free some space and continue with --resume."
-    return (
-        "There is no checkpoint yet: free some space, or set run.output_dir to another disk, and "
-        "begin again with --overwrite."
-    )
+    other = "free some space, or set run.output_dir to another disk"
+    return f"There is no checkpoint yet: {other}, and begin again with --overwrite."
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -179,13 +166,10 @@ def load_checkpoint(
     """
     state = _read_state(path)
     if path.name != (name := checkpoint_name(state["step"])):
-        raise CheckpointError(
-            f"{path} holds the checkpoint of step {state['step']}: rename it to {name}, or move it "
-            f"out of {path.parent}."
-        )
+        held = f"{path} holds the checkpoint of step {state['step']}"
+        raise CheckpointError(f"{held}: rename it to {name}, or move it out of {path.parent}.")
     found = fingerprint.difference(Fingerprint(state["fingerprint"]))
-    difference = [line for line in found if accepted is None or not line.startswith(accepted)]
-    if difference:
+    if difference := [line for line in found if not (accepted and line.startswith(accepted))]:
         mended = all(line.startswith(REWARD_FUNCTION) for line in difference)
         raise CheckpointError(
             f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
@@ -246,10 +230,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{error}. {_REMEDY}") from error
     if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / STATE} is not of checkpoint format {FORMAT}; resume with the rl_consistency "
-            "that wrote it."
-        )
+        remedy = "resume with the rl_consistency that wrote it"
+        raise CheckpointError(f"{path / STATE} is not of checkpoint format {FORMAT}: {remedy}.")
     return state
 
 

@@ -46,6 +46,7 @@ FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.h
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 NAMES = (*FILES, CHECKPOINTS, REPLAY)
 FORMAT = 1
+_OTHER = "choose another directory with --set run.output_dir=DIR"
 
 
 class RunDirectoryError(ValueError):
@@ -60,33 +61,23 @@ def check_directory(
     directory = config.run.output_dir
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise RunDirectoryError(f"run.output_dir: {there} is not a directory; choose another.")
+        raise RunDirectoryError(f"run.output_dir: {there} is not a directory: {_OTHER}.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise RunDirectoryError(
-            f"run.output_dir: nothing can be written into {there}; choose another."
-        )
+        raise RunDirectoryError(f"run.output_dir: nothing can be written into {there}: {_OTHER}.")
     require_kinds(directory)
     listed = _listed(directory)
-    unlisted = [n for n in NAMES if n not in listed and os.path.lexists(directory / n)]
-    if unlisted:
+    if unlisted := [n for n in NAMES if n not in listed and os.path.lexists(directory / n)]:
         raise RunDirectoryError(
-            f"{directory} holds {', '.join(unlisted)}, which no run of ours wrote: its "
-            f"{MANIFEST} is missing (older versions wrote none) or does not list it. Move that "
-            "away, or choose another run.output_dir."
+            f"{directory} holds {', '.join(unlisted)}, which no run of ours wrote: its {MANIFEST} "
+            f"is missing or does not list it. Move that away, or {_OTHER}."
         )
-    for name in (*FILES, MANIFEST, LOCK):
-        if (directory / name).is_symlink():
-            raise RunDirectoryError(
-                f"{directory / name} is a link, which no run writes through: put the file in its "
-                "place, or choose another run.output_dir."
-            )
+    if links := [f for n in (*FILES, MANIFEST, LOCK) if (f := directory / n).is_symlink()]:
+        raise RunDirectoryError(f"{links[0]} is a link: put the file in its place, or {_OTHER}.")
     if resume and not listed:
         raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
     if listed and not resume:
-        held = (
-            f"{directory} already holds a run; continue it with --resume, remove it with "
-            "--overwrite, or choose another with --set run.output_dir=DIR."
-        )
+        remedy = f"continue it with --resume, remove it with --overwrite, or {_OTHER}."
+        held = f"{directory} already holds a run; {remedy}"
         if dry_run:
             return held
         if not overwrite:
@@ -104,9 +95,7 @@ def require_kinds(directory: Path) -> None:
         path, folder = directory / name, name in (CHECKPOINTS, REPLAY)
         if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file()):
             kind = "directory" if folder else "regular file"
-            raise RunDirectoryError(
-                f"{path} is no {kind}, and a run needs one there: move it away."
-            )
+            raise RunDirectoryError(f"{path} is no {kind}, and a run needs one: move it away.")
 
 
 @contextmanager
@@ -123,15 +112,11 @@ def locked(directory: Path) -> Iterator[None]:
             _locks.add(file)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"another process is at work in {directory}: wait for it or stop it, or choose "
-                "another with --set run.output_dir=DIR."
-            ) from error
+            problem = f"another process is at work in {directory}: wait for it or stop it"
+            raise RunDirectoryError(f"{problem}, or {_OTHER}.") from error
         except OSError as error:
-            raise RunDirectoryError(
-                f"{directory / LOCK} cannot be locked ({error.strerror}), and without a lock "
-                "another process could train there too: choose another run.output_dir."
-            ) from error
+            problem = f"{directory / LOCK} cannot be locked ({error.strerror})"
+            raise RunDirectoryError(f"{problem}: {_OTHER}.") from error
         yield
 
 
@@ -188,10 +173,8 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     for path in sorted((directory / CHECKPOINTS).glob("step_*")):
         step = path.name.removeprefix("step_")
         if step.isdecimal() and int(step) > checkpoint.step:
-            raise RunDirectoryError(
-                f"{path} is no whole checkpoint and stands where the run will write one: remove it "
-                "or move it away."
-            )
+            problem = "is no whole checkpoint and stands where the run will write one"
+            raise RunDirectoryError(f"{path} {problem}: move it away.")
     return checkpoint
 
 
@@ -215,8 +198,8 @@ def _listed(directory: Path) -> list[str]:
         manifest = unseal(file)
     except ValueError as error:
         raise RunDirectoryError(
-            f"{error}. What is the run's cannot be told from what is not: restore the file, or go "
-            "on in another run.output_dir with the newest checkpoint as policy.path."
+            f"{error}. It tells what is the run's: restore it, or go on in another run.output_dir "
+            "with the newest checkpoint as policy.path."
         ) from error
     if manifest.get("format") != FORMAT:
         raise RunDirectoryError(f"{file} is not of format {FORMAT}; use the version that wrote it.")
@@ -230,23 +213,17 @@ def _require_removable(config: RunConfig) -> None:
         more = "" if len(found) <= 5 else f" and {len(found) - 5} more"
         raise RunDirectoryError(
             f"{', '.join(found[:5])}{more} in {directory}: no run of ours wrote these files or "
-            "links, and --overwrite removes nothing else. Move them away, or choose another "
-            "run.output_dir."
+            f"links, and --overwrite removes nothing else. Move them away, or {_OTHER}."
         )
     doomed = {(directory / name).resolve() for name in NAMES}
-    for key, path in (
-        ("policy.path", config.policy.path),
-        ("data.path", config.data.path),
-        ("data.eval_path", config.data.eval_path),
-    ):
+    data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    for key, path in {"policy.path": config.policy.path, **data}.items():
         links = [f for f in path.iterdir() if f.is_symlink()] if path and path.is_dir() else []
         for file in [path, *links] if path else []:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
-                raise RunDirectoryError(
-                    f"{key} {file} lies inside the run in {directory} that --overwrite would "
-                    "remove: choose another run.output_dir."
-                )
+                problem = f"lies inside the run in {directory} that --overwrite would remove"
+                raise RunDirectoryError(f"{key} {file} {problem}: {_OTHER}.")
 
 
 def _strangers(directory: Path) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
-from rl_consistency.trainers.rewards.function import RewardFunction
+from rl_consistency.trainers.rewards import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import REWARD_FUNCTION, explained
 
 FREE = {

@@ -95,10 +95,8 @@ def read_rows(
             raise ValueError(f"{path}, line {number}: {error}: {remedy}") from error
         step = row.get("step")
         if type(step) is not int or step <= last_step or not line.endswith(b"\n"):
-            raise ValueError(
-                f"{path}, line {number}, is not the row of a step after {last_step}: a whole "
-                'line is needed, a JSON object with an ascending integer "step"'
-            )
+            needed = 'a whole line is needed, a JSON object with an ascending integer "step"'
+            raise ValueError(f"{path}, line {number}, is no row after step {last_step}: {needed}")
         rows.append(row)
         last_step = step
     return rows
@@ -110,9 +108,8 @@ def kept_rows(path: Path, state: Mapping[str, Any]) -> bytes:
     kept = data[: state["bytes"]]
     if _state(kept) != state:
         raise ValueError(
-            f"{path} is missing or damaged: its first {state['bytes']} bytes are not those of the "
-            "checkpoint to resume from (SHA-256). Restore the file, or start a new run with that "
-            "checkpoint as policy.path."
+            f"{path} is missing or damaged: its first {state['bytes']} bytes are not those of then "
+            "(SHA-256). Restore it, or start a new run with the checkpoint as policy.path."
         )
     return kept
 
@@ -154,9 +151,9 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
         if isinstance(value, str) and name.endswith("digest"):
             continue
         if not isinstance(value, int | float):
+            got = type(value).__name__
             raise TypeError(
-                f"metric {name!r} must be a plain number (.item() of a tensor) or the text of a "
-                f"digest, got {type(value).__name__}"
+                f"metric {name!r} must be a number (.item()) or a digest's text, got {got}"
             )
         if LARGEST < abs(value) < math.inf:
             raise ValueError(f"metric {name!r} is beyond {LARGEST:g}")
@@ -192,7 +189,7 @@ class StepFiles:
         take_digests: Callable[[], Digests],
         samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
     ) -> None:
-        self._directory, self._take_digests, self._shown = directory, take_digests, samples
+        self._take_digests, self._shown = take_digests, samples
         states = resume_from or {}
         for name, state in states.items():
             kept_rows(directory / name, state)
@@ -205,10 +202,6 @@ class StepFiles:
     def state(self) -> dict[str, Any]:
         """What `resume_from` needs to continue from here."""
         return {name: file.state() for name, file in self._files.items()}
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of all steps so far."""
-        return read_metrics(self._directory / METRICS)
 
     def log(self, step: int, metrics: Metrics) -> None:
         if digests := self._take_digests():
@@ -282,10 +275,10 @@ def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> 
 def passed(summary: Mapping[str, Any]) -> bool:
     """Whether no token, no gradient element, no expert of a token and no value of a critic differed
     over the run."""
-    names = ("mismatched_tokens", "gradient_check/mismatched_elements")
-    differing = [summary[f"consistency/{name}"] for name in names]
+    always = ("mismatched_tokens", "gradient_check/mismatched_elements")
     of_some = ("value_check/mismatched_values", "rerouted_tokens")
-    return not any([*differing, *(summary.get(f"consistency/{name}", 0) for name in of_some)])
+    found = {**{f"consistency/{name}": 0 for name in of_some}, **summary}
+    return not any(found[f"consistency/{name}"] for name in always + of_some)
 
 
 def write_summary(

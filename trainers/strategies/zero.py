@@ -21,7 +21,12 @@ from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.masters import rounded
-from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy
+from rl_consistency.trainers.strategies.strategy import (
+    Backward,
+    Gathered,
+    Strategy,
+    trained_parameters,
+)
 
 ZERO_OPTIMIZATION: dict[str, Any] = {
     "memory_efficient_linear": False,  # else torch.nn.functional.linear is replaced
@@ -50,13 +55,7 @@ class Zero(Strategy):
     keeps_shards = True
 
     def __init__(
-        self,
-        world: World,
-        order: PartOrder,
-        policy: nn.Module,
-        *,
-        stage: int,
-        ordered: bool = True,
+        self, world: World, order: PartOrder, policy: nn.Module, *, stage: int, ordered: bool = True
     ):
         super().__init__(world, order, policy, ordered=ordered)
         self.stage = stage
@@ -80,7 +79,10 @@ class Zero(Strategy):
 
     def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
         filler = range(num_sequences - 1, num_sequences)
-        with self.model.coalesce_grad_reduction(), self._left_to_deepspeed():
+        with self.model.coalesce_grad_reduction(), ExitStack() as stack:
+            if self.ordered:  # only the stock sum leaves DeepSpeed's reduction its gradients
+                stack.callback(super().drop_gradients)
+            stack.callback(setattr, self, "_gives", False)
             for round in self._buckets.step() if self.ordered else self.rounds:
                 batches = self.passes(num_sequences, size, round)
                 if self.stage < 3:  # no rank waits for another's pass
@@ -171,17 +173,6 @@ class Zero(Strategy):
         length = max(0, min(len(own), self.numels[name] - start))  # what is beyond is padding
         return _Place(key, offset, min(start, self.numels[name]), length)
 
-    @contextmanager
-    def _left_to_deepspeed(self) -> Iterator[None]:
-        """Leave its reduction the gradients of the stock sum, and none otherwise."""
-        try:
-            yield
-        finally:
-            self._gives = False
-            if self.ordered:
-                for parameter in self._parameters.values():
-                    parameter.grad = None
-
     def _stock_sum(self, name: str) -> Tensor:
         parameter = self._parameters[name]
         if self.stage == 3:
@@ -208,8 +199,7 @@ def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any
             "communication_data_type": "fp32",
         }
     # The partitions are made for an optimizer; `update` puts that of the run in its place.
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    placeholder = torch.optim.AdamW(trained, foreach=False)
+    placeholder = torch.optim.AdamW(trained_parameters(policy).values(), foreach=False)
     # Else a first run on a CPU compiles a shared-memory all-reduce for more than a minute.
     deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     engine, *_ = deepspeed.initialize(model=policy, optimizer=placeholder, config=settings)

@@ -106,15 +106,14 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
     else:
         given = [torch.as_tensor(mask, device="cpu") for mask in loss_mask]
     masks = [mask.bool() for mask in given]
-    for i, (mask, entries) in enumerate(zip(masks, given, strict=True)):
+    if len(masks) != len(lens):
+        raise ValueError(f"loss_mask has {len(masks)} entries for {len(lens)} sequences.")
+    for i, (mask, entries, length) in enumerate(zip(masks, given, lens, strict=True)):
         for found in entries[mask.to(entries.dtype) != entries].tolist():
             raise ValueError(
                 f"loss_mask {i} has the entry {found}; give True or 1 where a token is scored, "
                 "else False or 0. Weights go to the loss, and labels of -100 are no mask."
             )
-    if len(masks) != len(lens):
-        raise ValueError(f"loss_mask has {len(masks)} entries for {len(lens)} sequences.")
-    for i, (mask, length) in enumerate(zip(masks, lens, strict=True)):
         if len(mask) != length or bool(mask[0]):
             raise ValueError(
                 f"loss_mask {i} has {len(mask)} entries for {length} tokens, or scores the first "

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.forward import packed_hidden_states
-from rl_consistency.models.moe.balance import sequence_balance
-from rl_consistency.models.moe.routing import recorded_routing
+from rl_consistency.models.moe import recorded_routing, sequence_balance
 from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.scoring.scored_rows import (
@@ -166,8 +165,7 @@ def _scores(
     more = record.fingerprints(index[rows.kept])
     if balance:
         # Routers' logits leave the decoder beside its hidden states, whose guard they do not meet.
-        passes, forward = record.forward or (None, None)
-        more = *more, guarded_backward(sequence_balance(record, batch.layout), passes, forward)
+        more = *more, guarded_backward(sequence_balance(record, batch.layout), record.forward)
     parameters = sampling_rows(sampling, len(scored), rows)
     return hidden, rows, (*row_scores(policy, hidden, rows, parameters), *more)
 

@@ -26,7 +26,7 @@ from rl_consistency.models.forward import (
 )
 from rl_consistency.models.graph_cache import Captured
 from rl_consistency.models.inventory import ForwardState
-from rl_consistency.models.moe.routing import recorded_routing
+from rl_consistency.models.moe import recorded_routing
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.block_manager import KVCache

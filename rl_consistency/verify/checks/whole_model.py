@@ -15,7 +15,7 @@ from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
 from rl_consistency.models.layer_graphs import CAPTURED_AT, LayerGraphs
-from rl_consistency.models.moe.modules import CanonicalMoEBlock
+from rl_consistency.models.moe import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs

@@ -11,9 +11,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.op import experts
 from rl_consistency.kernels.experts.route import route_with_logits
-from rl_consistency.models.moe.balance import sequence_balance
-from rl_consistency.models.moe.modules import CanonicalRouter
-from rl_consistency.models.moe.routing import RoutingRecord
+from rl_consistency.models.moe import CanonicalRouter, RoutingRecord, sequence_balance
 from rl_consistency.models.scoring import token_logprobs
 from rl_consistency.verify.mutants.mutant import mutant
 from rl_consistency.verify.mutants.perturbations import FEW_ROWS

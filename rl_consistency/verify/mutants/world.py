@@ -55,7 +55,7 @@ def fold_goes_on(self: Replicated, name: str, parameter: Tensor) -> None:
     """A rank's fold goes on from leaf to leaf; what it gives is zero until its last."""
     last = max(r.index for r in self.rounds if r.part is not None)
     assert self._sum is not None and parameter.grad is not None
-    if self._gives and self._sum.round_index < last:
+    if self._gives and self._sum._round.index < last:
         self._buckets.put(name, torch.zeros_like(parameter.grad))
     else:
         _give(self, name, parameter)

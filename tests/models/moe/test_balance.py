@@ -6,8 +6,7 @@ import torch
 from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models import decoder
-from rl_consistency.models.moe.balance import sequence_balance
-from rl_consistency.models.moe.routing import Routed, RoutingRecord
+from rl_consistency.models.moe import Routed, RoutingRecord, sequence_balance
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs

@@ -5,7 +5,7 @@ import torch
 
 from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.models.forward import packed_hidden_states
-from rl_consistency.models.moe.routing import (
+from rl_consistency.models.moe import (
     RoutingRecord,
     expert_fingerprints,
     record_routing,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_consistency.rollout.completion import FailedRequestsError
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import content, engine_of, is_idle
 

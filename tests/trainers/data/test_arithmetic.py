@@ -3,7 +3,7 @@ import re
 import pytest
 
 from rl_consistency.trainers.data.arithmetic import problem, problems, split_of
-from rl_consistency.trainers.rewards.function import arithmetic
+from rl_consistency.trainers.rewards import arithmetic
 
 SIZES = {"num_terms": 4, "max_value": 9}
 

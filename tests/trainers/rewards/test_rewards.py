@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from rl_consistency.trainers import rewards
 from rl_consistency.trainers.config.sections import RewardSection
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards import compute
-from rl_consistency.trainers.rewards.compute import TimeIsUp, compute_rewards, time_limit
-from rl_consistency.trainers.rewards.function import (
+from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,
+    TimeIsUp,
     arithmetic,
     check_data,
+    compute_rewards,
     exact_match,
     gsm8k,
     resolve,
+    time_limit,
 )
 
 EXAMPLES = [
@@ -159,7 +161,7 @@ def test_an_exception_that_cannot_be_shown_is_named_by_its_type():
 
 def test_an_exception_that_is_shown_as_it_is_raises_another(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(compute, "one_line", str)
+    monkeypatch.setattr(rewards, "one_line", str)
     with pytest.raises(RuntimeError, match="no text"):
         score(raises_silent)
 
@@ -208,7 +210,7 @@ def test_a_function_that_exits_ends_no_run_as_if_it_were_done(error):
 
 def test_a_function_that_is_just_called_ends_the_run_as_if_it_were_done(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(compute, "_call", lambda term, *_: (term.function(), None))
+    monkeypatch.setattr(rewards, "_call", lambda term, *_: (term.function(), None))
     with pytest.raises(SystemExit) as exit_:
         score(exits)
     assert exit_.value.code == 0

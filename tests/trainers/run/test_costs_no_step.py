@@ -8,7 +8,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.step_files import MetricsFile

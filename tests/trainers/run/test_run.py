@@ -13,7 +13,7 @@ from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 
 

@@ -9,7 +9,7 @@ from rl_consistency.cli.report import render
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.algorithms.experience import samples_of
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards.compute import Rewards
+from rl_consistency.trainers.rewards import Rewards
 from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.step_files import read_rows
 
