@@ -184,8 +184,7 @@ class PatchSession(AbstractContextManager["PatchSession"]):
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
                     raise UnsupportedModelError(
                         f"{name} and {other} are one module, whose gradient would depend on how "
-                        "the batch is cut. Give each place a copy (copy.deepcopy), freeze its "
-                        "parameters, or run under torch.no_grad()."
+                        "the batch is cut. Copy it, freeze it, or run under torch.no_grad()."
                     )
         return state
 

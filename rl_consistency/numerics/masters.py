@@ -5,20 +5,12 @@ An update smaller than half a unit in a weight's last place is kept in its maste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-def masters_of(weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """fp32 copies of weights; an fp32 weight is its own master."""
-    return {
-        name: w if w.dtype == torch.float32 else nn.Parameter(w.detach().float())
-        for name, w in weights.items()
-    }
 
 
 @torch.no_grad()

@@ -50,19 +50,14 @@ def _flag(name: str, *more: str) -> NumericSetting:
     return NumericSetting(f"cuda.matmul.{name}", read, write, required)
 
 
-def _reduction(dtype: str) -> NumericSetting:
-    """Whether sums of 16-bit products may round early, and whether K may be split."""
-    name = f"allow_{dtype}_reduced_precision_reduction"
-    return _flag(name, f"{name}_split_k")
-
-
+_REDUCTIONS = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+"""Whether sums of 16-bit products may round early; the second value, whether K may be split."""
 _get, _set = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
 SETTINGS = (
     NumericSetting("float32_matmul_precision", _get, _set, "highest"),
     _flag("allow_tf32"),
     _flag("allow_fp16_accumulation"),
-    _reduction("bf16"),
-    _reduction("fp16"),
+    *(_flag(name, f"{name}_split_k") for name in _REDUCTIONS),
     NumericSetting("cuda.preferred_blas_library", _blas_library, _blas_library, _CUBLASLT),
 )
 
@@ -115,6 +110,6 @@ def verify_defaults() -> None:
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     if dtype != torch.float32 or device.type != "cpu":
         raise ValueError(
-            f"torch's defaults are {dtype} on {device}; a patched model needs those of torch: "
+            f"torch's defaults are {dtype} on {device}; a patched model needs fp32 on the CPU: "
             "torch.set_default_dtype(torch.float32), torch.set_default_device(None)."
         )

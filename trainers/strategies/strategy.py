@@ -21,7 +21,7 @@ from rl_consistency.distributed.gradient_parts import PartOrder, Round
 from rl_consistency.distributed.ordered_sum import GradientBuckets, OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.sums import gradient_norm
-from rl_consistency.numerics.masters import masters_of, round_into, step_masters
+from rl_consistency.numerics.masters import round_into, step_masters
 from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.gradients import GradientReport, RegroupingResult
 from rl_consistency.trainers.losses import ClippedLoss, LossOutput
@@ -249,7 +249,10 @@ class Replicated(Strategy):
         return self.norm(gradients if self.world.rank == 0 else {})
 
     def masters(self) -> dict[str, nn.Parameter]:
-        return masters_of(self._parameters)
+        return {  # an fp32 weight is its own master
+            name: w if w.dtype == torch.float32 else nn.Parameter(w.detach().float())
+            for name, w in self._parameters.items()
+        }
 
     def update(
         self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
