@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_consistency.cases.launches import Launch
 from rl_consistency.cli.console import live_progress
 from rl_consistency.cli.verify import DTYPES, chosen_device
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_consistency.cases.launches import Launch
-    from rl_consistency.tuning.tune import Outcome, TuningReport
+from rl_consistency.trainers.launch import refuse_many_processes
+from rl_consistency.trainers.policy import read_config
+from rl_consistency.tuning import tune as tuning
+from rl_consistency.tuning.policy_works import policy_works
+from rl_consistency.tuning.tune import Outcome, TuningReport
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
 SHOWN = 20
@@ -41,13 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 where a candidate gave other bytes than the reference, else 0."""
-    import torch
-
-    from rl_consistency.trainers.launch import refuse_many_processes
-    from rl_consistency.trainers.policy import read_config
-    from rl_consistency.tuning.policy_works import policy_works
-    from rl_consistency.tuning.tune import tune_device
-
     refuse_many_processes()
     budget = seconds_of(args.budget)
     config = read_config(args.model)
@@ -65,22 +58,18 @@ def run(args: argparse.Namespace) -> int:
                 found += f"  WITHDRAWN: {', '.join(o.withdrawn)}" if o.withdrawn else ""
                 print(f"{name}: {o.default_us:.1f} -> {o.winner_us:.1f} us  {found}", flush=True)
 
-        report = tune_device(works, device, budget=budget, again=args.again, tell=tell)
+        report = tuning.tune_device(works, device, budget=budget, again=args.again, tell=tell)
     show(console, report, works)
     return 0 if report.passed else 1
 
 
 def tunable_device(name: str) -> torch.device:
     """The GPU of `--device`; ValueError for a CPU, or where no GPU is."""
-    import torch
-
-    from rl_consistency.tuning.tune import require_tunable
-
     if name != "cpu" and not torch.cuda.is_available():
         text = "no CUDA device is available here, and the CPU has one schedule for each op."
         raise ValueError(f"nothing to tune: {text}")
     device = chosen_device(name)
-    require_tunable(device)
+    tuning.require_tunable(device)
     return device
 
 

@@ -17,22 +17,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import triton
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from rl_consistency.cli.console import live_progress, report_mutants
+from rl_consistency.kernels.core import operand
 from rl_consistency.numerics.files import require_writable, write_output
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_consistency.verify.claims import Result
-    from rl_consistency.verify.mutants.run import MutantResult
-    from rl_consistency.verify.targets import Target
-    from rl_consistency.verify.world import Cell, Outcome
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.trainers.launch import refuse_many_processes
+from rl_consistency.verify import run as checks
+from rl_consistency.verify import world
+from rl_consistency.verify.claims import CLAIMS, Result
+from rl_consistency.verify.mutants import run as mutants
+from rl_consistency.verify.presets import PRESETS, known_presets
+from rl_consistency.verify.targets import (
+    Target,
+    default_targets,
+    directory_targets,
+    preset_targets,
+)
+from rl_consistency.verify.world import Cell, Outcome
 
 TARGETS = ("model", "preset", "quick", "full", "only", "processes")
 """Options that choose what the claims are checked on."""
@@ -81,8 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 when every row is green, 1 when one is red."""
-    from rl_consistency.trainers.launch import refuse_many_processes
-
     refuse_many_processes()
     if args.json is not None:
         require_writable("--json", args.json)
@@ -99,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         passed, content = _run_claims(args, device)
     if args.json is not None:
-        from rl_consistency.numerics.fingerprint import fingerprint
-
         record = {"passed": passed, "seconds": time.perf_counter() - start}
         found = fingerprint(device)
         record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
@@ -118,8 +123,6 @@ def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
 
 
 def _processes(args: argparse.Namespace, device: torch.device) -> int:
-    import torch
-
     if args.processes is not None and args.processes < 1:
         raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
     if args.processes is not None or device.type != "cuda":
@@ -129,9 +132,6 @@ def _processes(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def _run_claims(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.numerics.fingerprint import fingerprint
-    from rl_consistency.verify.run import run_checks
-
     targets, processes = _targets(args, device), _processes(args, device)
     console, start, only = Console(), time.perf_counter(), args.only or ()
     with live_progress(console) as progress:
@@ -141,7 +141,7 @@ def _run_claims(args: argparse.Namespace, device: torch.device) -> tuple[bool, d
             progress.update(task, advance=1, description=f"{result.key} ({result.scope})")
             _log(console, result)
 
-        results = run_checks(targets, only=only, processes=processes, on_result=finished)
+        results = checks.run_checks(targets, only=only, processes=processes, on_result=finished)
     for table in claims_tables(results):
         console.print(table)
     failed = [r for r in results if not r.passed]
@@ -169,8 +169,6 @@ def _log(console: Console, result: Result, mutant: str = "") -> None:
 
 def claims_tables(results: Sequence[Result]) -> list[Table]:
     """One table per claim, one row per subject over all models and dtypes it was checked in."""
-    from rl_consistency.verify.claims import CLAIMS
-
     tables = []
     for claim, text in CLAIMS.items():
         own = [r for r in results if r.claim == claim]
@@ -201,31 +199,24 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
 
 
 def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.mutants.run import mutants_on, run_controls, run_mutant
-
     console, start = Console(), time.perf_counter()
-    mutants = mutants_on(device)
-    keys = list(dict.fromkeys(key for mutant in mutants for key in mutant.keys(device)))
-    found: list[MutantResult] = []
+    chosen = mutants.mutants_on(device)
+    keys = list(dict.fromkeys(key for mutant in chosen for key in mutant.keys(device)))
+    found: list[mutants.MutantResult] = []
     with live_progress(console) as progress:
-        task = progress.add_task("the unperturbed program", total=len(mutants) + 2)
-        controls = run_controls(keys, device)
-        for mutant in mutants:
+        task = progress.add_task("the unperturbed program", total=len(chosen) + 2)
+        controls = mutants.run_controls(keys, device)
+        for mutant in chosen:
             progress.update(task, advance=1, description=mutant.name)
-            found.append(run_mutant(mutant, device))
+            found.append(mutants.run_mutant(mutant, device))
             for result in found[-1].results:
                 _log(console, result, mutant.name)
         progress.update(task, advance=1, description="the program put back")
-        controls += run_controls(keys, device)
+        controls += mutants.run_controls(keys, device)
     return report_mutants(console, found, controls, time.perf_counter() - start)
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
-    import torch
-
-    from rl_consistency.verify.presets import PRESETS, known_presets
-    from rl_consistency.verify.targets import default_targets, directory_targets, preset_targets
-
     asked = dict.fromkeys(args.dtype or ())
     if unknown := [name for name in asked if name not in DTYPES]:
         text = f"canonical orders exist for {', '.join(DTYPES)}; fp8 has none."
@@ -247,10 +238,6 @@ def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
 
 def chosen_device(name: str) -> torch.device:
     """The device of `--device`; ValueError, with the remedy, for one that cannot be used."""
-    import torch
-
-    from rl_consistency.kernels.core.operand import require_device
-
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -267,14 +254,11 @@ def chosen_device(name: str) -> torch.device:
             raise ValueError(f"--device {name}: CUDA devices here: {count}; use an index below it.")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        require_device("verify", torch.empty(0, device=device))
+        operand.require_device("verify", torch.empty(0, device=device))
     return device
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    import torch
-    import triton
-
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
@@ -306,21 +290,19 @@ def _add_world_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Train every cell; whether there is one hash per dtype and algorithm, and the data."""
-    from rl_consistency.verify.world import STEPS, cells_of, failures
-
     worlds = _worlds(args, device)
     if args.mutants:
         return _run_world_mutants(worlds, device)
-    steps, axes = STEPS if args.steps is None else args.steps, _axes(args)
+    steps, axes = world.STEPS if args.steps is None else args.steps, _axes(args)
     if steps < 1:
         raise ValueError(f"--steps {steps}: at least 1 is needed.")
-    cells, console, start = cells_of(worlds, *axes), Console(), time.perf_counter()
+    cells, console, start = world.cells_of(worlds, *axes), Console(), time.perf_counter()
     runs = Counter(cell.kind for cell in cells)
     if min(runs.values(), default=0) < 2:
         found = ", ".join(f"{count} of {kind}" for kind, count in runs.items()) or "none"
         raise ValueError(f"runs: {found}; a single one compares nothing; narrow it less.")
     outcomes = _train(console, cells, steps, device)
-    why = {outcome.cell: text for outcome, text in failures(outcomes)}
+    why = {outcome.cell: text for outcome, text in world.failures(outcomes)}
     missing = _missing(*axes)
     console.print(hash_table(outcomes, why, missing))
     for cell, text in why.items():
@@ -362,20 +344,16 @@ def hash_table(
 
 
 def _worlds(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
-    import torch
-
-    from rl_consistency.verify.world import WORLDS
-
     cuda = device.type == "cuda"
     if cuda and args.device != "cuda":
         raise ValueError(f"--device {args.device}: each process takes its own GPU; use cuda.")
-    most = torch.cuda.device_count() if cuda else WORLDS[-1]
-    possible = {str(size): size for size in WORLDS if size <= most}
+    most = torch.cuda.device_count() if cuda else world.WORLDS[-1]
+    possible = {str(size): size for size in world.WORLDS if size <= most}
     default = [*possible][: 2 if args.mutants else None]
     given = dict.fromkeys(args.world.split(",") if args.world else default)
     if refused := [text for text in given if text not in possible]:
         gpus = f", and at most one for each of the {most} GPUs here" if cuda else ""
-        allowed = f"numbers of processes split by commas, 1 to {WORLDS[-1]}{gpus}"
+        allowed = f"numbers of processes split by commas, 1 to {world.WORLDS[-1]}{gpus}"
         raise ValueError(f"--world {refused[0]}: {allowed}.")
     if args.mutants and ("1" not in given or len(given) < 2):
         raise ValueError("--mutants compares 1 process with several: give --world 1,2 or more.")
@@ -383,14 +361,12 @@ def _worlds(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
 
 
 def _axes(args: argparse.Namespace) -> tuple[list[Any], ...]:
-    from rl_consistency.verify import world as cells
-
-    sizes, found = range(1, cells.LARGEST_MICRO_BATCH + 1), []
+    sizes, found = range(1, world.LARGEST_MICRO_BATCH + 1), []
     for option, asked, known in (
-        ("strategy", args.strategy, cells.STRATEGIES),
-        ("micro-batch", args.micro_batch or cells.MICRO_BATCHES, sizes),
-        ("dtype", args.dtype, cells.DTYPES),
-        ("algorithm", args.algorithm, cells.ALGORITHMS),
+        ("strategy", args.strategy, world.STRATEGIES),
+        ("micro-batch", args.micro_batch or world.MICRO_BATCHES, sizes),
+        ("dtype", args.dtype, world.DTYPES),
+        ("algorithm", args.algorithm, world.ALGORITHMS),
     ):
         found.append(list(dict.fromkeys(asked or known)))
         if unknown := [name for name in found[-1] if name not in known]:
@@ -403,21 +379,17 @@ def _missing(
     strategies: Sequence[str], _: object, dtypes: Sequence[str], algorithms: Sequence[str]
 ) -> dict[str, str]:
     """What cannot be trained here, and why."""
-    from rl_consistency.verify.world import ALGORITHMS, DTYPES, left_out
-
     return {
-        f"{strategy} {DTYPES[dtype]}": why
+        f"{strategy} {world.DTYPES[dtype]}": why
         for strategy, dtype in product(strategies, dtypes)
-        if any(strategy in ALGORITHMS[name] for name in algorithms)
-        if (why := left_out(strategy, dtype))
+        if any(strategy in world.ALGORITHMS[name] for name in algorithms)
+        if (why := world.left_out(strategy, dtype))
     }
 
 
 def _train(
     console: Console, cells: Sequence[Cell], steps: int, device: torch.device
 ) -> list[Outcome]:
-    from rl_consistency.verify.world import run_cells
-
     with live_progress(console) as progress:
         task = progress.add_task("starting processes", total=len(cells))
 
@@ -427,12 +399,10 @@ def _train(
             if not console.is_terminal:
                 print(f"{outcome.failure or digest}  {name}, {outcome.seconds:.1f} s", flush=True)
 
-        return run_cells(cells, steps=steps, device=device.type, on_outcome=finished)
+        return world.run_cells(cells, steps=steps, device=device.type, on_outcome=finished)
 
 
 def _run_world_mutants(worlds: Sequence[int], device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.world import control_cells, judge
-
     console, start = Console(), time.perf_counter()
-    found, controls = judge(_train(console, control_cells(worlds), 1, device))
+    found, controls = world.judge(_train(console, world.control_cells(worlds), 1, device))
     return report_mutants(console, found, controls, time.perf_counter() - start)
