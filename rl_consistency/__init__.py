@@ -13,7 +13,7 @@ _EXPORTS = {
     "strict": "rl_consistency.numerics.strict",
     "patch": "rl_consistency.models.patch",
     "token_logprobs": "rl_consistency.models.scoring.token_logprobs",
-    "whole_weights": "rl_consistency.models.sharding",
+    "whole_weights": "rl_consistency.models.whole_weights",
     "Completion": "rl_consistency.rollout.completion",
     "FailedRequestsError": "rl_consistency.rollout.failures",
     "RolloutEngine": "rl_consistency.rollout.engine",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from rl_consistency.kernels.matmul.audit import schedule_audit
     from rl_consistency.models.patch import patch
     from rl_consistency.models.scoring.token_logprobs import token_logprobs
-    from rl_consistency.models.sharding import whole_weights
+    from rl_consistency.models.whole_weights import whole_weights
     from rl_consistency.numerics.errors import ConsistencyError
     from rl_consistency.numerics.fingerprint import fingerprint
     from rl_consistency.numerics.strict import strict

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from rl_consistency.distributed.world import World, require_same_facts
 from rl_consistency.models.patch import patch
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.files import remove_leftovers
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_consistency.integrations.wandb_drift import log_drift, log_file
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.drift import worst_tokens
 from rl_consistency.parity.histograms import split_counts

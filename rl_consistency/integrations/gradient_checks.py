@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from rl_consistency.models.packing import PaddedBatch
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, TokenLogprobs
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.gradients import (
     REGROUPINGS,

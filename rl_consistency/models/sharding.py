@@ -1,8 +1,7 @@
 """A policy inside what many processes put around it: wrappers, and shards in place of parameters.
 
 A wrapper such as DistributedDataParallel hands calls on to the policy, its `module`. FSDP2
-(`fully_shard`) and ZeRO-3 keep a shard of each parameter and gather it for one call of a module;
-`whole_weights` gathers all of them.
+(`fully_shard`) and ZeRO-3 keep a shard of each parameter and gather it for one call of a module.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,10 +31,8 @@ def is_fsdp(module: object) -> bool:
     return isinstance(module, _class("torch.distributed.fsdp", "FSDPModule"))
 
 
-_WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Policies inside `whole_weights`."""
-_ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Policies that FSDP2 knows to be roots."""
+WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Policies whose parameters are whole now, see `whole_weights`."""
 _UNWRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Policies that were looked for inside wrappers, and not found."""
 
@@ -68,7 +64,7 @@ def through(
     The policy has to be that of the wrapper. Without one `run` is called at once: ConsistencyError
     if there is one all the same and gradients are wanted, ValueError for shards without an engine.
     """
-    if policy in _WHOLE:
+    if policy in WHOLE:
         return run()
     if model is not policy or is_fsdp(policy):
         return model(run=run)
@@ -134,71 +130,3 @@ def _wrapper_of(policy: nn.Module) -> str | None:
 def has_zero3(model: nn.Module) -> bool:
     """Whether ZeRO-3 keeps shards of the parameters."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, every parameter of the policy, which it yields, is whole and plain, and
-    neither forward nor backward passes speak with other ranks: for rollouts, digests and checks.
-
-    Every rank enters it. What is written to parameters inside is lost. It may be nested, and does
-    nothing to a policy that is not sharded.
-    """
-    policy = unwrapped(model)
-    if policy in _WHOLE:
-        yield policy
-        return
-    with ExitStack() as stack:
-        if any(map(is_shard, policy.parameters())):
-            gathered = _gathered_by_zero3 if has_zero3(policy) else _unsharded
-            stack.enter_context(gathered(policy))
-        stack.enter_context(_no_library_hooks(policy))
-        _WHOLE.add(policy)
-        stack.callback(_WHOLE.discard, policy)
-        yield policy
-
-
-@contextmanager
-def _unsharded(policy: nn.Module) -> Iterator[None]:
-    modules: list[Any] = [m for m in policy.modules() if is_fsdp(m)]
-    if policy not in _ROOTS:
-        with torch.no_grad():  # FSDP2 takes the first module that is called for the root
-            policy(run=lambda: ())
-        _ROOTS.add(policy)
-    for module in modules:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.reshard()
-
-
-@contextmanager
-def _gathered_by_zero3(policy: nn.Module) -> Iterator[None]:
-    parameters: list[Any] = list(policy.parameters())
-    # A backward pass leaves some gathered, which would be freed a second time.
-    parameters[0]._z3_optimizer.parameter_offload.partition_all_parameters()
-    with sys.modules["deepspeed"].zero.GatheredParameters(parameters):
-        yield
-
-
-@contextmanager
-def _no_library_hooks(policy: nn.Module) -> Iterator[None]:
-    """Take off the hooks that would gather and free parameters, or reduce gradients."""
-    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    kinds = ("_forward_pre_hooks", "_forward_hooks")
-    of_modules = [vars(module)[kind] for module in policy.modules() for kind in kinds]
-    of_parameters = [parameter._post_accumulate_grad_hooks for parameter in policy.parameters()]
-    for hooks in filter(None, [*of_modules, *of_parameters]):
-        if any(map(of_a_library, hooks.values())):
-            taken.append((hooks, dict(hooks)))
-            for key in [key for key, hook in hooks.items() if of_a_library(hook)]:
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in taken:
-            added = {key: hook for key, hook in hooks.items() if key not in before}
-            hooks.clear()
-            hooks.update(before | added)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 
 Tensors = nn.Module | Mapping[str, Tensor | None]
 

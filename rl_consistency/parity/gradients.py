@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.bytes import bits
 

@@ -17,7 +17,7 @@ from rl_consistency.models.forward import cache_sizes, next_token_logits, paged_
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.strict import OPS, Strictness, current, held
 from rl_consistency.parity.gradients import gradients_kept
 from rl_consistency.parity.stock import mode

@@ -12,7 +12,8 @@ from typing import Any, Unpack
 import torch
 
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
+from rl_consistency.models.sharding import is_shard, unwrapped
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion

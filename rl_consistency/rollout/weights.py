@@ -15,7 +15,7 @@ from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.patch import PatchSession, patched_session
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current

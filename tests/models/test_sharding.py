@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
+from rl_consistency.models.sharding import is_shard, unwrapped
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.gradients import check_gradients

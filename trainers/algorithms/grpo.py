@@ -24,7 +24,7 @@ from rl_consistency.distributed.gradient_parts import cut
 from rl_consistency.distributed.world import require_same_facts
 from rl_consistency.models.packing import Layout, lay_out
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
-from rl_consistency.models.sharding import whole_weights
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.block_manager import cache_shape

@@ -12,7 +12,7 @@ import torch
 
 import rl_consistency
 from rl_consistency.integrations import gradient_checks
-from rl_consistency.models import sharding
+from rl_consistency.models import sharding, whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import parameter_digest
@@ -47,7 +47,7 @@ def trained(build, reward, checks, **options):
     with rl_consistency.attach(trainer, **checks) as attachment:
         trainer.train()
     sharded = any(map(sharding.is_shard, trainer.model.parameters()))
-    with sharding.whole_weights(trainer.model) as policy:
+    with whole_weights.whole_weights(trainer.model) as policy:
         digest = parameter_digest(policy)
     names = ("checks", "without_gradient", "regroupings", "mismatched_elements")
     figures = {name: logged(trainer, f"{KEY}/{name}") for name in names}
@@ -87,7 +87,7 @@ def in_all_ways(world, directory, folder):
     found.append(str(error.value))
     both(distinct_tokens, **asked_for(2))
     both(distinct_tokens if world.rank == 0 else equal_rewards, **asked_for(3))
-    sharding._no_library_hooks = nullcontext
+    whole_weights._no_library_hooks = nullcontext
     with pytest.raises(AssertionError, match="has already been reduced"):
         run(distinct_tokens, CHECKED, **asked_for(2))
     return found

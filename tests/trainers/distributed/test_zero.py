@@ -9,7 +9,8 @@ import torch.distributed as dist
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.models import inventory
 from rl_consistency.models import patch as patch_module
-from rl_consistency.models.sharding import is_shard, whole_weights
+from rl_consistency.models.sharding import is_shard
+from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import RunConfig
