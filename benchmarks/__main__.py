@@ -67,18 +67,21 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--device", default="cpu" if name == "accuracy" else "cuda")
         command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
         command.add_argument("--commit", help="the commit measured, where there is no git")
+        command.set_defaults(random_shapes=None, model=[], vllm=None, against=[])
         if name != "accuracy":
-            command.add_argument("--only", metavar="SUITE,...", help="only these suites")
+            text = "only these suites"
+            command.add_argument("--only", type=_names, metavar="SUITE,...", help=text)
         if name in ("ops", "rollout", "train"):
             text = "instead, shapes that no table has seen, drawn by this seed"
             command.add_argument("--random-shapes", type=int, metavar="SEED", help=text)
         if name in ("rollout", "train"):
             text = "instead, of these models: presets, or sizes as benchmarks/models.py names them"
-            command.add_argument("--model", metavar="NAME,...", help=text)
+            command.add_argument("--model", type=_names, metavar="NAME,...", help=text)
     rollout = commands.choices["rollout"]
     text = "instead, beside vLLM, which lies in this site-packages folder; with --model of these"
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
-    rollout.add_argument("--against", metavar="MODE,...", help=f"of vLLM: {', '.join(MODES)}")
+    text = f"of vLLM: {', '.join(MODES)}"
+    rollout.add_argument("--against", type=_names, metavar="MODE,...", help=text)
     text = "products that have a faster schedule than what is shipped"
     tune = commands.add_parser("tune", help=text, description=text, allow_abbrev=False)
     tune.add_argument("op", choices=["matmul"])
@@ -91,47 +94,41 @@ def _measure(args: argparse.Namespace) -> int:
     device = chosen_device(args.device)
     suites = chosen_suites(args, tiny=device.type == "cpu")
     machine = Machine(device)
+    meta = run_meta(machine, args.command_line, args.commit)
     with winners_of(machine):
-        rows = measure(
-            suites, machine, run_meta(machine, args.command_line, args.commit), args.json
-        )
-    found = {name: summary([row for row in rows if row["suite"] == name]) for name in suites}
+        rows = measure(suites, machine, meta, args.json)
     failed = [f"{row['suite']} {row['shape']}" for row in rows if "error" in row]
-    figures = {name: figure for name, figure in found.items() if figure}
+    figures = {name: summary([row for row in rows if row["suite"] == name]) for name in suites}
+    figures = {name: figure for name, figure in figures.items() if figure}
     print(json.dumps({"failed": failed, "figures": figures}))
     return 1 if failed else 0
 
 
 def chosen_suites(args: argparse.Namespace, *, tiny: bool) -> Suites:
     """The suites to measure; ValueError where an option names an unknown one."""
-    choice = Choice(
-        tiny=tiny,
-        seed=getattr(args, "random_shapes", None),
-        models=_names(getattr(args, "model", None)),
-        vllm=getattr(args, "vllm", None),
-        against=_names(getattr(args, "against", None)),
-    )
-    if choice.seed is not None and (choice.models or choice.vllm):
+    seed = args.random_shapes
+    if seed is not None and (args.model or args.vllm):
         raise ValueError("--random-shapes draws its models; give it or --model and --vllm.")
-    if choice.seed is not None and tiny:
+    if seed is not None and tiny:
         raise ValueError("--random-shapes draws shapes of a GPU's size; leave --device cpu out.")
-    if choice.against and choice.vllm is None:
+    if args.against and args.vllm is None:
         raise ValueError("--against goes with --vllm FOLDER.")
-    suites = SUITES[args.what][0](choice)
-    if (seed := choice.seed) is not None:
+    asked = {"models": args.model, "vllm": args.vllm, "against": args.against}
+    suites = SUITES[args.what][0](Choice(tiny=tiny, seed=seed, **asked))
+    if seed is not None:
         suites = {
             f"{name}_random": [replace(case, shape={"seed": seed, **case.shape}) for case in found]
             for name, found in suites.items()
         }
-    names = _names(args.only) or list(suites)
+    names = args.only or list(suites)
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"--only {','.join(unknown)}: `{args.what}` has {', '.join(suites)}.")
     return {name: suites[name] for name in names}
 
 
-def _names(text: str | None) -> list[str]:
+def _names(text: str) -> list[str]:
     """Names between commas, each once."""
-    return [] if text is None else list(dict.fromkeys(text.split(",")))
+    return list(dict.fromkeys(text.split(",")))
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -150,16 +147,16 @@ def _accuracy(args: argparse.Namespace) -> int:
     device = chosen_device(args.device)
     rows, long = accuracy_rows(device, (torch.float32, torch.bfloat16)), long_fold_rows(device)
     content = {
-        "meta": code_meta(args.command_line, args.commit)
-        | {"device": str(device), "threads": torch.get_num_threads()},
-        "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
-        "long": [{**vars(row), "ratio": row.ratio} for row in long],
+        name: [{**vars(row), "ratio": row.ratio} for row in found]
+        for name, found in (("rows", rows), ("long", long))
     }
     for row in content["rows"] + content["long"]:
         sizes = f"{row['op']} {row['dtype']} {row['size']} {row['quantity']}"
         print(f"{sizes}: {row['ours']:.3e} and {row['stock']:.3e}, ratio {row['ratio']:.3f}")
     if args.json is not None:
-        write_output(args.json, json.dumps(content, indent=1) + "\n")
+        meta = code_meta(args.command_line, args.commit)
+        meta |= {"device": str(device), "threads": torch.get_num_threads()}
+        write_output(args.json, json.dumps({"meta": meta, **content}, indent=1) + "\n")
     over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too
     for row in over:
         print(f"above {ERROR_GROWTH_LIMIT}: {row}", file=sys.stderr)

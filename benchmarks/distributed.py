@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.make_random_model import main as make_random_model
+from benchmarks.models import build_model
 from benchmarks.recipe import phase_medians, recipe_steps
 from benchmarks.rollout.workload import Workload
 from benchmarks.suite import Choice, Suites, cases
-from benchmarks.timing import Machine, against_stock, peak_bytes
+from benchmarks.timing import Machine, peak_bytes, row_fields
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.models.packing import PackedBatch
@@ -31,7 +32,6 @@ from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.build import STRATEGIES
 from rl_consistency.trainers.strategies.strategy import Strategy
-from rl_consistency.verify.presets import build_preset
 
 ROUNDS, WARM_UP = 9, 3
 """Steps that count, and steps before them."""
@@ -39,24 +39,21 @@ ROUNDS, WARM_UP = 9, 3
 
 def distributed_suites(choice: Choice) -> Suites:
     """Optimizer steps of every strategy, whole GRPO steps."""
-    ranks = {"ranks": max(torch.cuda.device_count(), 2)}
     models, batch = ("qwen3-0.6b", "qwen3-1.7b"), {"sequences": 8, "length": 2048}
     work, lengths = {"groups": 16, "group": 8}, (256, 1024)
     if choice.tiny:
         models, batch = ("tiny-qwen3",), {"sequences": 2, "length": 16}
         work, lengths = {"groups": 1, "group": 2}, (4,)
+    ranks = {"ranks": max(torch.cuda.device_count(), 2)}
+    strategies = [name for name in STRATEGIES if name != "zero1"]  # which is not in bf16
     steps = [
         {**ranks, "model": model, "strategy": strategy, **batch}
-        for model in models
-        for strategy in STRATEGIES
-        if strategy != "zero1"  # not in bf16
+        for model, strategy in product(models, strategies)
     ]
-    grpo = {**ranks, "model": models[0], **work}
+    grpo = [{**ranks, "model": models[0], **work, "new_tokens": tokens} for tokens in lengths]
     return {
         "distributed_step": cases("optimizer step", optimizer_step, steps),
-        "distributed_grpo": cases(
-            "GRPO step", grpo_scaling, [{**grpo, "new_tokens": tokens} for tokens in lengths]
-        ),
+        "distributed_grpo": cases("GRPO step", grpo_scaling, grpo),
     }
 
 
@@ -95,17 +92,17 @@ def by_turns(
 ) -> dict[str, tuple[float, int]]:
     """Seconds and bytes of each way: the median time of its slowest rank, and what its fullest rank
     allocates at the peak beyond what it held."""
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, list[int]] = {name: [] for name in ways}
     for _ in range(ROUNDS + WARM_UP):
         for name, run in ways.items():
             dist.barrier()
             start = finished_seconds(world.device)
             with peak_bytes(world.device) as peak:
                 run()
-                seconds = finished_seconds(world.device) - start
-            found[name].append((seconds, peak[0]))
-    counted = {name: each[WARM_UP:] for name, each in found.items()}
-    own = {n: (median(s for s, _ in each), max(p for _, p in each)) for n, each in counted.items()}
+                seconds[name].append(finished_seconds(world.device) - start)
+            peaks[name] += peak
+    own = {name: (median(seconds[name][WARM_UP:]), max(peaks[name][WARM_UP:])) for name in ways}
     ranks = world.gather("figures", own)
     return {n: (max(r[n][0] for r in ranks), max(r[n][1] for r in ranks)) for n in ways}
 
@@ -118,7 +115,8 @@ def optimizer_step(
     found = on_ranks(bench, ranks, _steps, model, strategy, [length] * sequences)
     (ours, peak), (stock, other) = found["ours"], found["stock"]
     name = f"{strategy} with NCCL's sums of fp32 gradients"
-    return against_stock(ours, stock, name, ranks * sequences * length) | {
+    tokens = ranks * sequences * length
+    return row_fields({"ours": ours, name: stock}, [name], tokens=tokens) | {
         "peak_bytes": {"ours": peak, "stock": other},
         "figures": {"times_stock": ours / stock, "peak_times_stock": peak / max(other, 1)},
     }
@@ -127,15 +125,14 @@ def optimizer_step(
 def _steps(
     world: World, model: str, strategy: str, lens: list[int]
 ) -> dict[str, tuple[float, int]]:
-    with ExitStack() as stack:
-        runs: dict[str, Callable[[], object]] = {}
-        for name in ("ours", "stock"):
-            policy: Any = build_preset(model, torch.bfloat16, device=world.device).train()
-            stack.enter_context(patch(policy, grad_dtype=torch.float32))
-            order = PartOrder(world.size)
-            ranks = STRATEGIES[strategy](world, order, policy, ordered=name == "ours")
-            runs[name] = _step_of(ranks, policy.config.vocab_size, lens)
-        return by_turns(world, runs)
+    runs: dict[str, Callable[[], object]] = {}
+    for name in ("ours", "stock"):
+        policy: Any = build_model(model, world.device).train()
+        patch(policy, grad_dtype=torch.float32)
+        order = PartOrder(world.size)
+        ranks = STRATEGIES[strategy](world, order, policy, ordered=name == "ours")
+        runs[name] = _step_of(ranks, policy.config.vocab_size, lens)
+    return by_turns(world, runs)
 
 
 def _step_of(ranks: Strategy, vocabulary: int, lens: list[int]) -> Callable[[], object]:
@@ -174,12 +171,6 @@ def _grpo_steps(
     world: World, place: str, groups: int, group: int, new_tokens: int
 ) -> dict[str, float]:
     workload = Workload.equal(groups * world.size, group, 32, new_tokens)
-    rows = recipe_steps(
-        place,
-        world.device.type,
-        workload,
-        micro_batch=min(32, groups * group),
-        name=f"run_{world.size}",
-        gradient_leaves=world.size,
-    )
-    return phase_medians(rows) if rows else {}
+    options = {"micro_batch": min(32, groups * group), "gradient_leaves": world.size}
+    device, name = world.device.type, f"run_{world.size}"
+    return phase_medians(recipe_steps(place, device, workload, name=name, **options))

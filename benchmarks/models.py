@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,99 +14,61 @@ from torch import nn
 from transformers import AutoConfig
 
 from rl_consistency.models.families import FAMILIES, SPARSE, check_config
-from rl_consistency.verify.presets import build_lifelike, known_presets, preset_config
+from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_lifelike
 
-NAME = re.compile(r"([a-z0-9]+)-(\d+)x(\d+)-(\d+)/(\d+)x(\d+)-(\d+)-(\d+)(-tied)?")
+DENSE = tuple(family for family in FAMILIES if family not in SPARSE)
+NAME = re.compile(rf"({'|'.join(DENSE)})-(\d+)x(\d+)-(\d+)/(\d+)x(\d+)-(\d+)-(\d+)(-tied)?")
+"""`qwen3-3x1088-20/4x80-3456-50304-tied`: a family, `SIZES`, and whether the LM head is the
+embedding."""
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size"),
+)
 FIRST_LAYERS = re.compile(r"(.+)-(\d+)l")
 """`mixtral-8x7b-2l` is the first two layers of a preset."""
-DENSE = tuple(family for family in FAMILIES if family not in SPARSE)
 
 SPARSE_PRESETS = json.loads(Path(__file__).with_name("sparse_models.json").read_text("utf-8"))
-"""Mixtures of experts of the benches -> their whole published configuration."""
-
+WHOLE = {**PRESETS, **REAL_PRESETS, **SPARSE_PRESETS}
+"""Model -> its whole configuration; the mixtures of experts of the benches come last."""
 SIZED = {
     "qwen2.5-7b": "qwen2-28x3584-28/4x128-18944-152064",
     "qwen3-4b": "qwen3-36x2560-32/8x128-9728-151936-tied",
     "llama3.1-8b": "llama-32x4096-32/8x128-14336-128256",
     "mistral-7b": "mistral-32x4096-32/8x128-14336-32768",
 }
-"""Published dense models -> their sizes as `ModelSizes` names them."""
+"""Published dense models -> the name that says their sizes."""
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """A dense model; `qwen3-3x1088-20/4x80-3456-50304-tied` is the name of one."""
-
-    family: str
-    """One of `DENSE`."""
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    tied: bool
-    """Whether the LM head is the embedding."""
-
-    @classmethod
-    def named(cls, name: str) -> ModelSizes | None:
-        """The sizes of a name; None where it is no such name."""
-        found = NAME.fullmatch(name)
-        if found is None or found[1] not in DENSE:
-            return None
-        return cls(found[1], *map(int, found.groups()[1:8]), tied=found[9] is not None)
-
-    @property
-    def name(self) -> str:
-        """What `named` reads."""
-        heads = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
-        sizes = f"{self.layers}x{self.hidden}-{heads}-{self.intermediate}-{self.vocabulary}"
-        return f"{self.family}-{sizes}{'-tied' if self.tied else ''}"
-
-    def options(self) -> dict[str, Any]:
-        """The model's configuration in transformers; ValueError on heads that it refuses."""
-        if self.family != "qwen3" and self.hidden % self.heads:
-            raise ValueError(
-                f"model {self.name!r}: transformers wants the hidden size of {self.family} to be a "
-                "multiple of the number of query heads; qwen3 is free in this."
-            )
-        return {
-            "model_type": self.family,
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": self.tied,
-            "sliding_window": None,
-        }
+def named_options(name: str) -> dict[str, Any]:
+    """The configuration of which `NAME` says the sizes; ValueError on another name, and on heads
+    that transformers refuses."""
+    if (found := NAME.fullmatch(name)) is None:
+        raise ValueError(
+            f"no model {name!r}; give {', '.join((*WHOLE, *SIZED))}, one of these with -4l for its "
+            "first four layers, or sizes, such as qwen3-3x1088-20/4x80-3456-50304: family, layers "
+            "x hidden size, query heads / key heads x head size, intermediate size, vocabulary, "
+            f"perhaps -tied. Families: {', '.join(DENSE)}."
+        )
+    family, *numbers, tied = found.groups()
+    sizes = dict(zip(SIZES, map(int, numbers), strict=True))
+    if family != "qwen3" and sizes["hidden_size"] % sizes["num_attention_heads"]:
+        raise ValueError(
+            f"model {name!r}: transformers wants the hidden size of {family} to be a multiple of "
+            "the number of query heads; qwen3 is free in this."
+        )
+    other = {"max_position_embeddings": 32768, "sliding_window": None}
+    return {"model_type": family, **sizes, **other, "tie_word_embeddings": tied is not None}
 
 
 def model_config(name: str) -> Any:
-    """The configuration of a model of the benches; ValueError on a name of neither kind, and on
+    """The configuration of a model of the benches; ValueError on a name of no such model, and on
     sizes that no canonical order covers."""
     cut = FIRST_LAYERS.fullmatch(name)
-    preset, layers = (cut[1], int(cut[2])) if cut else (name, None)
-    if preset in known_presets():
-        return preset_config(preset, num_layers=layers)
-    if sizes := ModelSizes.named(SIZED.get(preset, name)):
-        options = sizes.options()
-    elif preset in SPARSE_PRESETS:
-        options = dict(SPARSE_PRESETS[preset])
-    else:
-        presets = ", ".join((*known_presets(), *SIZED, *SPARSE_PRESETS))
-        raise ValueError(
-            f"no model {name!r}; give {presets}, one of these with -4l for its first four layers, "
-            "or sizes, such as qwen3-3x1088-20/4x80-3456-50304: family, layers x hidden size, "
-            "query heads / key heads x head size, intermediate size, vocabulary, perhaps -tied. "
-            f"Families: {', '.join(DENSE)}."
-        )
-    if layers is not None:
-        if not 1 <= layers <= (most := options["num_hidden_layers"]):
+    preset = cut[1] if cut else name
+    options = dict(WHOLE.get(preset) or named_options(SIZED.get(preset, name)))
+    if cut:
+        layers, most = int(cut[2]), options["num_hidden_layers"]
+        if not 1 <= layers <= most:
             raise ValueError(f"model {preset!r} has {most} layers, not {layers}.")
         options["num_hidden_layers"] = layers
     check_config(config := AutoConfig.for_model(options.pop("model_type"), **options))

@@ -13,7 +13,7 @@ from typing import Any
 
 def installed() -> dict[str, str]:
     """The version of Liger, where it is here."""
-    return {name: version(name) for name in ("liger_kernel",) if find_spec(name)}
+    return {"liger_kernel": version("liger_kernel")} if find_spec("liger_kernel") else {}
 
 
 def peer(name: str) -> ModuleType | None:

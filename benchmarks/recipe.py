@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.make_random_model import main as make_random_model
 from benchmarks.rollout.workload import Workload
-from benchmarks.timing import Machine, against_stock
+from benchmarks.timing import Machine, row_fields
 from rl_consistency.numerics.files import write_output
 from rl_consistency.numerics.strict import strict
 from rl_consistency.trainers.config.recipe import RunConfig
@@ -72,13 +72,10 @@ def recipe_steps(
 
 
 def phase_medians(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of each phase that every step has."""
+    """Median seconds of each phase that every step has; of no steps nothing."""
     names = {phase: f"time/{phase}_seconds" for phase in PHASES}
-    return {
-        phase: median(row[name] for row in rows)
-        for phase, name in names.items()
-        if all(name in row for row in rows)
-    }
+    held = set.intersection(*map(set, rows)) if rows else ()
+    return {p: median(row[name] for row in rows) for p, name in names.items() if name in held}
 
 
 def grpo_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
@@ -98,6 +95,6 @@ def grpo_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
             figures |= {f"{mode}/{phase}_seconds": value for phase, value in medians.items()}
             for count in ("tokens", "mismatched_tokens"):
                 figures[f"{mode}/{count}"] = sum(row[f"consistency/{count}"] for row in rows)
-    stock, tokens = "the same trainer with stock ops", workload.sequences * workload.longest
-    fields = against_stock(seconds["strict"], seconds["stock"], stock, tokens)
-    return fields | {"figures": figures}
+    name, tokens = "the same trainer with stock ops", workload.sequences * workload.longest
+    times = {"ours": seconds["strict"], name: seconds["stock"]}
+    return row_fields(times, [name], tokens=tokens) | {"figures": figures}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-from benchmarks.models import ModelSizes, model_config
+from benchmarks.models import model_config
 from rl_consistency.cases.case import shapes_of
 
 Sizes = dict[str, Any]
@@ -80,7 +80,7 @@ def draw_experts(rng: Random) -> Sizes:
 
 
 def draw_models(seed: int, count: int) -> list[str]:
-    """Names of small dense models, of 2 to 4 layers: `ModelSizes.named` reads them."""
+    """Names of small dense models, of 2 to 4 layers, as `models.NAME` reads them."""
     rng, found = Random(f"models {seed}"), []
     while len(found) < count:
         family, dim = rng.choice(("llama", "qwen2", "qwen3")), rng.choice(HEAD_DIMS[:-1])
@@ -90,18 +90,10 @@ def draw_models(seed: int, count: int) -> list[str]:
             hidden = kv_heads * group * dim
         if hidden in TUNED_WIDTHS or not HIDDEN[0] <= hidden <= HIDDEN[1]:
             continue
-        sizes = ModelSizes(
-            family=family,
-            layers=rng.randint(2, 4),
-            hidden=hidden,
-            heads=kv_heads * group,
-            kv_heads=kv_heads,
-            head_dim=dim,
-            intermediate=_multiple(hidden * rng.uniform(2, 5), 64, 1536, 29696),
-            vocabulary=_width(rng, *VOCABULARIES),
-            tied=rng.random() < 0.5,
-        )
-        found.append(sizes.name)
+        layers, inner = rng.randint(2, 4), _multiple(hidden * rng.uniform(2, 5), 64, 1536, 29696)
+        heads, vocabulary = f"{kv_heads * group}/{kv_heads}x{dim}", _width(rng, *VOCABULARIES)
+        tied = "-tied" if rng.random() < 0.5 else ""
+        found.append(f"{family}-{layers}x{hidden}-{heads}-{inner}-{vocabulary}{tied}")
     return found
 
 

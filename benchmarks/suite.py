@@ -76,7 +76,7 @@ def cases(
 def measure(
     suites: Suites, machine: Machine, meta: Mapping[str, Any], file: Path | None = None
 ) -> list[Row]:
-    """All rows. Prints a line a row and one a suite, and writes `file` after each case."""
+    """All rows. Prints a line a row, and writes `file` after each case."""
     rows: list[Row] = []
     for suite, suite_cases in suites.items():
         for case in suite_cases:
@@ -84,8 +84,6 @@ def measure(
             print(_line(rows[-1]), flush=True)
             if file is not None:
                 write_output(file, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-        if figures := summary([row for row in rows if row["suite"] == suite]):
-            print(f"{suite}: {figures}", flush=True)
     return rows
 
 
@@ -132,29 +130,24 @@ def run_meta(machine: Machine, command: str, commit: str | None = None) -> dict[
 
 
 def code_meta(command: str, commit: str | None = None) -> dict[str, Any]:
-    """Versions, commit, kernels hash and command."""
+    """Versions, commit ("unknown" without git, `-dirty` where code differs from it), kernels hash
+    and command."""
+    if commit is None and (ROOT / ".git").exists():
+        code = ("kernels", "rl_consistency", "trainers")
+        dirty = "-dirty" if _output("git", "status", "--porcelain", "--", *code) else ""
+        commit = _output("git", "rev-parse", "HEAD") + dirty
     return {
         "versions": {
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            **{module.__name__: module.__version__ for module in (torch, triton, transformers)},
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "triton": triton.__version__,
-            "transformers": transformers.__version__,
             **installed(),
         },
-        "commit": commit or _checked_out(),
+        "commit": commit or "unknown",
         "kernels_sha256": kernels_hash(),
         "command": command,
     }
-
-
-def _checked_out() -> str:
-    """The commit of the clone, `-dirty` where code differs from it; "unknown" without git."""
-    if not (ROOT / ".git").exists() or not (commit := _output("git", "rev-parse", "HEAD")):
-        return "unknown"
-    code = ("kernels", "rl_consistency", "trainers")
-    return commit + ("-dirty" if _output("git", "status", "--porcelain", "--", *code) else "")
 
 
 def _output(command: str, *arguments: str) -> str:

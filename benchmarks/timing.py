@@ -136,19 +136,18 @@ class Machine(ColdDevice):
                 started = finished_seconds(self.device)
                 call()
                 host = time.perf_counter() - started
+        hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
 
-        def wall(i: int) -> float:
+        def timed(i: int) -> float:
+            call = calls[i % len(calls)]
             with settings(), context():
+                if clock == "events" and self.cuda:
+                    return self.device_seconds(call, hold)
                 started = finished_seconds(self.device)
-                calls[i % len(calls)]()
+                call()
                 return finished_seconds(self.device) - started
 
-        def events(i: int) -> float:
-            with settings(), context():
-                hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
-                return self.device_seconds(calls[i % len(calls)], hold)
-
-        return events if clock == "events" and self.cuda else wall
+        return timed
 
     def _medians(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
@@ -164,12 +163,11 @@ class Machine(ColdDevice):
         target = torch.empty_like(source)
         a, b = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         product = torch.empty_like(a)
-        calls: dict[str, Call] = {
-            "copy": lambda: target.copy_(source),
-            "multiply": lambda: torch.mm(a, b.t(), out=product),
-        }
-        timers = {name: self._prepared(Contestant([c]), "events") for name, c in calls.items()}
-        seconds = self._medians(timers)
+        copy = Contestant([lambda: target.copy_(source)])
+        multiply = Contestant([lambda: torch.mm(a, b.t(), out=product)])
+        seconds = self._medians(
+            {"copy": self._prepared(copy, "events"), "multiply": self._prepared(multiply, "events")}
+        )
         return 2 * count / seconds["copy"], 2 * size**3 / seconds["multiply"]
 
 
@@ -212,17 +210,12 @@ def row_fields(
     are set against it, and the least seconds that the work can take."""
     ours = seconds["ours"]
     best = min(set(stock) & seconds.keys(), key=lambda name: (seconds[name], name), default=None)
-    against = {} if best is None else against_stock(ours, seconds[best], best)
-    return against | {
+    fields: dict[str, Any] = {} if best is None else {"stock": best}
+    if best is not None:
+        fields |= {"stock_us": seconds[best] * 1e6, "ratio": seconds[best] / ours}
+    return fields | {
         "ours_us": ours * 1e6,
         "peers": {name: s * 1e6 for name, s in seconds.items() if name not in ("ours", best)},
         "ceiling_fraction": ceiling / ours if ceiling else None,
         "tokens_per_second": {name: tokens / s for name, s in seconds.items()} if tokens else {},
     }
-
-
-def against_stock(ours: float, stock: float, name: str, tokens: int = 0) -> dict[str, Any]:
-    """The fields of a row that has both times, in seconds; with `tokens`, of each, their rates."""
-    rates = {"ours": tokens / ours, name: tokens / stock} if tokens else {}
-    fields = {"ours_us": ours * 1e6, "stock_us": stock * 1e6, "stock": name, "ratio": stock / ours}
-    return fields | {"tokens_per_second": rates}

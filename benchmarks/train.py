@@ -70,31 +70,25 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
     def own_loss(model: Any) -> Tensor:
         return -token_logprobs(model, batch, prompt_lengths=[1] * sequences).logprobs.mean()
 
-    stock = partial(_backward, hugging_face_loss, stock_model)
+    def backward(loss_of: Callable[[Any], Tensor], model: nn.Module) -> Tensor:
+        """Gradients are dropped; autograd stays in this thread."""
+        loss = loss_of(model)
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
     peers, refused = {}, {}
     try:
         if liger := patch_by_liger(liger_model):
-            patched = partial(_backward, hugging_face_loss, liger_model)
+            patched = partial(backward, hugging_face_loss, liger_model)
             peers["liger"] = Contestant([patched], liger)
     except UNAVAILABLE as error:
         refused["liger"] = reason(error)
+    # Graphs are captured before the first round.
+    ours = Contestant([partial(backward, own_loss, own_model)], warmups=CAPTURED_AT)
+    stock = {stock_name: Contestant([partial(backward, hugging_face_loss, stock_model)])}
+    sizes = {"tokens": ids.numel(), "memory": True}
     with patch(own_model, grad_dtype=torch.float32):
-        fields = bench.measure(
-            # Graphs are captured before the first round.
-            ours=Contestant([partial(_backward, own_loss, own_model)], warmups=CAPTURED_AT),
-            stock={stock_name: Contestant([stock])},
-            peers=peers,
-            clock="wall",
-            tokens=ids.numel(),
-            memory=True,
-        )
+        fields = bench.measure(ours=ours, stock=stock, peers=peers, clock="wall", **sizes)
     return fields | {"unavailable": refused | fields.get("unavailable", {})}
-
-
-def _backward(loss_of: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
-    """Forward and backward of a mean loss, gradients dropped; autograd stays in this thread."""
-    loss = loss_of(model)
-    with torch.autograd.set_multithreading_enabled(False):
-        loss.backward()
-    model.zero_grad(set_to_none=True)
-    return loss.detach()

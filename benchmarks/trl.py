@@ -21,7 +21,7 @@ from benchmarks.make_random_model import main as make_random_model
 from benchmarks.recipe import phase_medians, random_prompts, recipe_steps, variety
 from benchmarks.rollout.workload import Workload
 from benchmarks.suite import Choice, Suites, cases
-from benchmarks.timing import Machine, against_stock, peak_bytes
+from benchmarks.timing import Machine, peak_bytes, row_fields
 from rl_consistency.numerics.clock import finished_seconds
 
 STEPS, WARM_UP = 30, 2
@@ -56,9 +56,9 @@ def trl_grpo(
         ours = _trl_run(*given, steps=STEPS, attach={"check_gradients_every": CHECK_EVERY})
         rows = recipe_steps(place, device, workload, micro_batch=micro_batch)
     name, tokens = "TRL with Hugging Face generation", workload.sequences * new_tokens
-    recipe = phase_medians(rows)["step"]
-    return against_stock(ours["step"], stock["step"], name, tokens) | {
-        "peers": {"trl defaults": defaults["step"] * 1e6, "own recipe": recipe * 1e6},
+    times = {"ours": ours["step"], name: stock["step"]}
+    times |= {"trl defaults": defaults["step"], "own recipe": phase_medians(rows)["step"]}
+    return row_fields(times, [name], tokens=tokens) | {
         "peak_bytes": {"ours": ours["peak"], "stock": stock["peak"]},
         "figures": {
             "training_ratio": stock["training"] / ours["training"],
@@ -78,7 +78,8 @@ def _trl_run(
     place: str, workload: Workload, micro_batch: int, device: torch.device, *, steps: int,
     attach: dict[str, Any] | None = None, dtype: str = "bfloat16", bf16: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, and give what `_Clock` found; with options for `attach` also the `drift`."""
+    """Train, and give median times of the steps behind the warm-up that end without a check, and
+    the peak; with options for `attach` also the `drift`."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.trainer.grpo_config import GRPOConfig
@@ -117,7 +118,10 @@ def _trl_run(
         drift = getattr(attachment, "drift", None)
     trainer.accelerator.free_memory()
     checked = "check_gradients_every" in (attach or {})
-    return {"drift": drift, **clock.found(CHECK_EVERY if checked else None)}
+    counted = [s for i, s in enumerate(clock.steps) if not checked or i % CHECK_EVERY]
+    counted = counted[min(WARM_UP, len(counted) - 1) :]
+    step, training = (median(each) for each in zip(*counted, strict=True))
+    return {"drift": drift, "step": step, "training": training, "peak": max(clock.peaks)}
 
 
 class _Clock(TrainerCallback):
@@ -125,8 +129,9 @@ class _Clock(TrainerCallback):
 
     def __init__(self, trainer: Any, device: torch.device) -> None:
         self._device = device
-        self._steps: list[tuple[float, float]] = []
-        self._peaks: list[int] = []
+        self.steps: list[tuple[float, float]] = []
+        """Seconds of each step, and of its training part."""
+        self.peaks: list[int] = []
         self._generate = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = self._generated
         trainer.add_callback(self)
@@ -138,18 +143,11 @@ class _Clock(TrainerCallback):
         found = self._generate(*given)
         self._trained_from = finished_seconds(self._device)
         self._training = ExitStack()
-        self._peaks_now = self._training.enter_context(peak_bytes(self._device))
+        self._peak = self._training.enter_context(peak_bytes(self._device))
         return found
 
     def on_step_end(self, *given: Any, **more: Any) -> None:
         end = finished_seconds(self._device)
-        self._steps.append((end - self._start, end - self._trained_from))
+        self.steps.append((end - self._start, end - self._trained_from))
         self._training.close()
-        self._peaks += self._peaks_now
-
-    def found(self, check_every: int | None) -> dict[str, Any]:
-        """Median times of the steps behind the warm-up that end without a check, and the peak."""
-        steps = [s for i, s in enumerate(self._steps) if not check_every or i % check_every]
-        counted = steps[min(WARM_UP, len(steps) - 1) :]
-        step, training = (median(each) for each in zip(*counted, strict=True))
-        return {"step": step, "training": training, "peak": max(self._peaks)}
+        self.peaks += self._peak

@@ -19,79 +19,67 @@ SKIPPED_DIRECTORIES = {"build", "dist", "runs", "wandb", "node_modules"}
 
 def _names(node: ast.expr | None) -> set[str]:
     """The class names an `except` clause catches."""
-    if isinstance(node, ast.Tuple):
-        return set().union(*map(_names, node.elts))
-    if isinstance(node, ast.Attribute):
-        return {node.attr}
-    return {node.id} if isinstance(node, ast.Name) else set()
+    parts = ast.walk(node) if node else ()
+    return {getattr(part, "attr", getattr(part, "id", "")) for part in parts}
 
 
-def _is_attribute(node: ast.AST, name: str, owner: str | None = None) -> bool:
+def _is_attribute(node: ast.AST, name: str, owner: str = "") -> bool:
     """Whether `node` is `<owner>.<name>`, of any owner if none is given."""
     if not (isinstance(node, ast.Attribute) and node.attr == name):
         return False
-    return owner is None or (isinstance(node.value, ast.Name) and node.value.id == owner)
+    return not owner or ast.unparse(node.value) == owner
 
 
-def _imports_from(node: ast.AST, package: str, *names: str) -> bool:
-    """Whether `node` is `from package[...] import` one of `names`, or of anything if none given."""
+def _imports(node: ast.AST, package: str, name: str = "") -> bool:
+    """Whether `node` is `from package[...] import name`, or of anything if no name is given."""
     if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
         return False
-    inside = node.module == package or node.module.startswith(package + ".")
-    return inside and (not names or any(alias.name in names for alias in node.names))
+    inside = f"{node.module}.".startswith(f"{package}.")
+    return inside and (not name or name in [alias.name for alias in node.names])
 
 
 def _is_unsafe_load(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Call) and _is_attribute(node.func, "load", "torch")):
         return False
-    return "weights_only=True" not in {ast.unparse(keyword) for keyword in node.keywords}
+    return "weights_only=True" not in map(ast.unparse, node.keywords)
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
     """Whether it catches errors without naming them. A handler that raises again may catch all."""
-    caught = _names(handler.type)
-    last = handler.body[-1]
+    caught, last = _names(handler.type), handler.body[-1]
     raises_again = isinstance(last, ast.Raise) and last.exc is None
-    everything = handler.type is None or "BaseException" in caught
+    everything = not caught or "BaseException" in caught
     return "Exception" in caught or (everything and not raises_again)
 
 
-def _counts(node: ast.Call) -> bool:
-    """Whether a call atomically adds a literal whole number: a count is the same in any order."""
-    return (
-        _is_attribute(node.func, "atomic_add")
-        and len(node.args) > 1
-        and isinstance(node.args[1], ast.Constant)
-        and type(node.args[1].value) is int
-    )
-
-
 def _counter(node: ast.AST) -> ast.AST | None:
-    """The atomic addition of a count that `node` allows: its result is unused, or compared with
-    `==`. A number taken from the counter would differ from run to run."""
-    if isinstance(node, ast.Expr):
-        call = node.value
-    elif isinstance(node, ast.Compare) and [type(op) for op in node.ops] == [ast.Eq]:
+    """The atomic addition of a literal whole number that `node` allows: a count is the same in any
+    order, and its result is unused, or compared with `==`. A number taken from the counter would
+    differ from run to run."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(node, ast.Compare) and [type(op) for op in node.ops] == [ast.Eq]:
         call = node.left
-    else:
+    if not (isinstance(call, ast.Call) and _is_attribute(call.func, "atomic_add")):
         return None
-    return call.func if isinstance(call, ast.Call) and _counts(call) else None
+    counted = call.args[1] if len(call.args) > 1 else None
+    whole = isinstance(counted, ast.Constant) and type(counted.value) is int
+    return call.func if whole else None
 
 
 def _finding(node: ast.AST) -> str | None:
     """Why `node` is banned, or None."""
-    if _is_attribute(node, "atomic_add") or _imports_from(node, "triton", "atomic_add"):
+    if _is_attribute(node, "atomic_add") or _imports(node, "triton", "atomic_add"):
         return "tl.atomic_add: the order of atomic additions varies from run to run"
-    if _is_attribute(node, "autotune", "triton") or _imports_from(node, "triton", "autotune"):
+    if _is_attribute(node, "autotune", "triton") or _imports(node, "triton", "autotune"):
         return "triton.autotune: a schedule is chosen from a table proved bit-neutral"
     if isinstance(node, ast.ExceptHandler) and _swallows(node):
         return "except Exception: name the error that is expected, let the others surface"
     if isinstance(node, ast.keyword) and node.arg == "warn_only":
         return "warn_only: a nondeterministic op is an error, not a warning"
     imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    if "kernels" in {name.split(".")[0] for name in imported} or _imports_from(node, "kernels"):
+    if "kernels" in {name.split(".")[0] for name in imported} or _imports(node, "kernels"):
         return "import kernels, from kernels import: Hugging Face's; use rl_consistency.kernels"
-    if _is_unsafe_load(node) or _imports_from(node, "torch", "load"):
+    if _is_unsafe_load(node) or _imports(node, "torch", "load"):
         return "torch.load without weights_only=True: a checkpoint must not run code"
     return None
 

@@ -1,4 +1,5 @@
-"""Writes docs/metrics.md and docs/recipe.md from the code; `--check` only says whether they fit.
+"""Writes the tables of docs/metrics.md and docs/recipe.md from the code, below what stands above
+the first of them; `--check` only says whether they fit.
 
 Exit status 1 if a document does not.
 """
@@ -16,39 +17,11 @@ from rl_consistency.trainers.config.learning_sections import SAMPLING_KEYS
 from rl_consistency.trainers.config.recipe import RunConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-METRICS_HEAD = """\
-# Metrics
-
-What a step of `rl-consistency train` logs to `metrics.jsonl`, to the report and to wandb. The last
-column says which value stands for the run in wandb's summary.
-
-`rl-consistency report RUN` draws them into one HTML page, complete in itself
-([a picture](img/report.png)). `rl-consistency dashboard
-push --entity E --project P` makes a page of the same panels in wandb, and `dashboard show` prints
-that page as JSON; `--trl` is for runs of TRL with `attach`, `--experts` for mixtures of experts, of
-which the report too shows rerouted tokens and the balance loss. The panels are described in
-`parity/metrics.py`.
-
-With `tracking.wandb` a run also shows in wandb, offline too, histograms of |training - rollout|
-(its log10; the lowest bin holds equal logprobs) and of r. Where tokens differ it shows the worst of
-them in a table, keeps what `localize` found as an artifact, and raises an alert, of which wandb
-sends one in half an hour. Where wandb is missing, has no key or cannot write, the run goes on
-without it after one warning.
-
-Written by `python tools/reference.py`; a test holds it equal to the code.
-"""
-RECIPE_HEAD = """\
-# Recipes
-
-Every key of a recipe. `--set section.key=value` overrides one on the command line;
-`rl-consistency train RECIPE --print-config` prints a recipe with its defaults.
-Written by `python tools/reference.py`; a test holds it equal to the code.
-"""
 
 
 def metrics() -> str:
-    """docs/metrics.md."""
-    lines: list[str] = [*METRICS_HEAD.splitlines()]
+    """The tables of docs/metrics.md."""
+    lines = []
     for heading, section in METRICS.items():
         lines += ["", f"## {heading}", "", "| name | meaning | of a run |", "| --- | --- | --- |"]
         lines += [f"| `{n}` | {_line(r.text)} | {r.standing} |" for n, r in section.items()]
@@ -56,9 +29,8 @@ def metrics() -> str:
 
 
 def recipe() -> str:
-    """docs/recipe.md."""
-    schema = RunConfig.model_json_schema()
-    lines: list[str] = [*RECIPE_HEAD.splitlines()]
+    """The tables of docs/recipe.md."""
+    schema, lines = RunConfig.model_json_schema(), []
     for name, section in schema["properties"].items():
         lines += _section(name, section, schema["$defs"])
     return "\n".join(lines) + "\n"
@@ -86,20 +58,15 @@ def _section(path: str, given: Mapping[str, Any], defs: Mapping[str, Any]) -> It
 
 def _nested(field: Mapping[str, Any], defs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The section that a field holds, by itself, as a choice or as a list."""
-    choices = [field, *field.get("anyOf", []), field.get("items", {})]
-    for choice in choices:
-        resolved = _resolved(choice, defs)
-        if "properties" in resolved:
-            return choice
-    return None
+    choices = (field, *field.get("anyOf", []), field.get("items", {}))
+    return next((each for each in choices if "properties" in _resolved(each, defs)), None)
 
 
 def _resolved(field: Mapping[str, Any], defs: Mapping[str, Any]) -> Mapping[str, Any]:
     return defs[field["$ref"].rsplit("/", 1)[1]] if "$ref" in field else field
 
 
-BOUNDS = {"minimum": ">=", "ge": ">=", "exclusiveMinimum": ">", "gt": ">"}
-UPPER = {"maximum": "<=", "le": "<=", "exclusiveMaximum": "<", "lt": "<"}
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 PLAIN = {"integer": "integer", "number": "number", "boolean": "true or false", "null": "null"}
 
 
@@ -120,10 +87,9 @@ def _value(field: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
         return f"list of {_value(field.get('items', {}), defs)}"
     if field.get("type") == "string":
         return "path" if field.get("format") == "path" else "text"
-    bounds = [f"{sign} {field[key]:g}" for key, sign in BOUNDS.items() if key in field]
+    bounds = [(sign, field[key]) for key, sign in BOUNDS.items() if key in field]
     # Those of int64 are no news.
-    upper = [(field[key], sign) for key, sign in UPPER.items() if key in field]
-    bounds += [f"{sign} {limit:g}" for limit, sign in upper if limit < 2**63]
+    bounds = [f"{sign} {limit:g}" for sign, limit in bounds if limit < 2**63]
     return " ".join([PLAIN.get(field.get("type", ""), "section"), *bounds])
 
 
@@ -141,9 +107,11 @@ def _line(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check both."""
     stale = []
-    for name, text in (("metrics.md", metrics()), ("recipe.md", recipe())):
+    for name, tables in (("metrics.md", metrics()), ("recipe.md", recipe())):
         path = DOCS / name
-        if not path.is_file() or path.read_text("utf-8") != text:
+        held = path.read_text("utf-8") if path.is_file() else ""
+        text = held.partition("\n## ")[0] + tables
+        if text != held:
             stale.append(name)
             if "--check" not in arguments:
                 path.write_text(text, "utf-8")
@@ -154,4 +122,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -26,12 +26,11 @@ PACKAGES = ("torch", "triton", "transformers")
 
 def counts(report: Path) -> dict[str, int]:
     """Passed, failed and skipped tests of pytest's XML; a collection error has failed."""
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     names = ("tests", "failures", "errors", "skipped")
-    found = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in names}
-    failed = found["failures"] + found["errors"]
-    passed = found["tests"] - failed - found["skipped"]
-    return {"passed": passed, "failed": failed, "skipped": found["skipped"]}
+    total, failures, errors, skipped = (int(suite.get(name, 0)) for name in names)
+    failed = failures + errors
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
 
 
 def git(*arguments: str) -> str:

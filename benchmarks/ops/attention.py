@@ -48,7 +48,7 @@ def attention(
         heads_first = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in leaves)
         return _sdpa(*heads_first, causal=True).transpose(1, 2)
 
-    def calls(forward: Callable[[], Tensor], dy: Tensor) -> Sequence[Call]:
+    def calls(forward: Callable[[], Tensor], dy: Tensor) -> list[Call]:
         return [gradients(forward, leaves, [dy]) if backward else forward]
 
     moved = float(sum(x.nbytes for x in (*leaves, q)))

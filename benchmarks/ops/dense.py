@@ -28,13 +28,14 @@ def normal(bench: Machine, *shape: int) -> Tensor:
 
 
 def stepped(
-    forward: Callable[[], Tensor], leaves: Sequence[Any], dy: Tensor | None = None
+    way: Callable[..., Tensor], operands: Sequence[Tensor], dy: Tensor | None = None
 ) -> Contestant:
-    """Forward, backward in this thread, gradients dropped: the result, and the gradient of the
-    first leaf."""
+    """Forward, backward in this thread, gradients dropped, on leaves of its own that share the
+    operands' data: the result, and the gradient of the first leaf."""
+    leaves: Any = [nn.Parameter(x) for x in operands]
 
     def run() -> Sequence[Tensor]:
-        y = forward()
+        y = way(*leaves)
         with torch.autograd.set_multithreading_enabled(False):
             y.backward(dy)
         found = y.detach(), leaves[0].grad
@@ -72,18 +73,18 @@ def product(layout: str, bench: Machine, m: int, n: int, k: int) -> dict[str, An
 def gradient_fold(bench: Machine, tokens: int, n: int, k: int) -> dict[str, Any]:
     """dW continued in an fp32 buffer."""
     dy, x = normal(bench, tokens, n), normal(bench, tokens, k)
-    ours, stock = (torch.zeros(n, k, device=bench.device) for _ in range(2))
+    buffer, total = (torch.zeros(n, k, device=bench.device) for _ in range(2))
 
-    def fold() -> Tensor:
-        fold_outer(ours, dy, x)
-        return ours
+    def ours() -> Tensor:
+        fold_outer(buffer, dy, x)
+        return buffer
 
-    def multiply_and_add() -> Tensor:
-        return stock.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
+    def stock() -> Tensor:
+        return total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
 
     return bench.measure(
-        ours=Contestant([fold]),
-        stock={"cublas fp32 + add": Contestant([multiply_and_add])},
+        ours=Contestant([ours]),
+        stock={"cublas fp32 + add": Contestant([stock])},
         moved_bytes=2.0 * tokens * (n + k) + 8.0 * n * k,
         operations=2.0 * tokens * n * k,
     )
@@ -94,14 +95,9 @@ def logprobs_and_gradients(
 ) -> dict[str, Any]:
     """The mean of all logprobs and its gradients, from no gradient present; stock takes the
     log_softmax of all logits."""
-    hidden, weight = normal(bench, tokens, width), normal(bench, vocabulary, width) * width**-0.5
+    operands = normal(bench, tokens, width), normal(bench, vocabulary, width) * width**-0.5
     targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
     rows = SamplingRows.uniform(tokens, device=bench.device)
-
-    def step(loss: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
-        """One way to compute the loss, on its own leaves that share the data."""
-        leaves = [nn.Parameter(x) for x in (hidden, weight)]
-        return stepped(lambda: loss(*leaves), leaves)
 
     def ours(hidden: Tensor, weight: Any) -> Tensor:
         weight.grad_dtype = torch.float32  # as the trainer has it
@@ -119,10 +115,11 @@ def logprobs_and_gradients(
     if module := peer("liger_kernel.transformers.fused_linear_cross_entropy"):
         for name, accumulator in (("liger", None), ("liger fp32", torch.float32)):
             loss = module.LigerFusedLinearCrossEntropyLoss(accum_dtype=accumulator)
-            peers[name] = step(lambda hidden, weight, f=loss: f(weight, hidden, targets))
+            way = partial(lambda loss, hidden, weight: loss(weight, hidden, targets), loss)
+            peers[name] = stepped(way, operands)
     return bench.measure(
-        ours=step(ours),
-        stock={"log_softmax": step(stock)},
+        ours=stepped(ours, operands),
+        stock={"log_softmax": stepped(stock, operands)},
         peers=peers,
         # Forward, dhidden and dweight; recomputing the logits is a choice, not the work.
         operations=6.0 * tokens * width * vocabulary,

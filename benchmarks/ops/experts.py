@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.ops.dense import normal, stepped
 from benchmarks.timing import Contestant, Machine
@@ -98,27 +99,23 @@ def experts(
         sizes = (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
         return [normal(bench, *size).mul_(size[-1] ** -0.5) for size in sizes]
 
-    drawn, hit = [draw(0)], int(draw(0).expert_ids.unique().numel())
-    if decoded:
-        drawn += map(draw, range(1, bench.copies(hit * expert_bytes)))
+    hit = int(draw(0).expert_ids.unique().numel())
+    drawn = [*map(draw, range(bench.copies(hit * expert_bytes) if decoded else 1))]
     held = [weights() for _ in range(bench.copies(experts * expert_bytes) if decoded else 1)]
 
     def ours(x: Tensor, gate_up: Any, down: Any, routing: Routing) -> Tensor:
         buffers = {}
         if backward:
             gate_up.grad_dtype = down.grad_dtype = torch.float32
-            pairs = (("gate_up_grad", gate_up), ("down_grad", down))
-            buffers = {name: GradientBuffer(weight) for name, weight in pairs}
+            buffers = {"gate_up_grad": GradientBuffer(gate_up), "down_grad": GradientBuffer(down)}
         given = routing.expert_ids, routing.weights, gate_up, down, layout
         return expert_sum(x, *given, activation="silu", **buffers)
 
     def contestant(way: Callable[..., Tensor]) -> Contestant:
         if backward:
-            leaves = [nn.Parameter(each) for each in (x, *held[0])]
-            return stepped(lambda: way(*leaves, drawn[0]), leaves, dy)
-        return Contestant(
-            [partial(way, x, *held[i % len(held)], each) for i, each in enumerate(drawn)]
-        )
+            return stepped(partial(way, routing=drawn[0]), (x, *held[0]), dy)
+        turns = cycle(held)
+        return Contestant([partial(way, x, *next(turns), each) for each in drawn])
 
     fields = bench.measure(
         ours=contestant(ours),

@@ -49,31 +49,27 @@ RUNS: Mapping[str, tuple[str, str, Any]] = {
 
 def op_suites(choice: Choice) -> Suites:
     """Every op against its stock counterpart."""
-    sizes = _sizes(MODELS)
     if choice.tiny:
         sizes = _tiny_sizes()
-    elif choice.seed is not None:
-        sizes = _drawn_sizes(choice.seed)
+    else:
+        sizes = _sizes() if choice.seed is None else _drawn_sizes(choice.seed)
     found = {n: cases(work, run, sizes[of]) for n, (work, of, run) in RUNS.items()}
     found["elementwise"] = []
-    for (name, _), backward in product(WORKS.items(), (False, True)):
+    for name, backward in product(WORKS, (False, True)):
         work, run = f"{name}{' backward' * backward}", partial(elementwise, name, backward)
         found["elementwise"] += cases(work, run, sizes["layers"])
     return found
 
 
-def _all(**choices: Sequence[Any]) -> list[Sizes]:
-    """Every combination."""
-    return [dict(zip(choices, each, strict=True)) for each in product(*choices.values())]
+def _all(shapes: Sequence[Sizes] = ({},), **choices: Sequence[Any]) -> list[Sizes]:
+    """Every shape with every combination."""
+    chosen = [dict(zip(choices, each, strict=True)) for each in product(*choices.values())]
+    return [{**shape, **each} for shape in shapes for each in chosen]
 
 
-def _with(shapes: Sequence[Sizes], **choices: Sequence[Any]) -> list[Sizes]:
-    return [{**shape, **chosen} for shape in shapes for chosen in _all(**choices)]
-
-
-def _sizes(models: Sequence[str]) -> dict[str, Sequence[Sizes]]:
+def _sizes() -> dict[str, Sequence[Sizes]]:
     """Those of the models that people train."""
-    weights = weights_of(models)
+    weights = weights_of(MODELS)
     heads = _all(heads=("16/8", "32/8"), head_dim=(128,))
     packed = [{"length": n, "batch": TOKENS // n} for n in (2048, 4096, 8192, 16384)]
     return {
@@ -81,10 +77,10 @@ def _sizes(models: Sequence[str]) -> dict[str, Sequence[Sizes]]:
         "nn": [{"m": m, "n": n, "k": k} for k, n in weights for m in ROWS],
         "folds": [{"tokens": t, "n": n, "k": k} for n, k in weights for t in ROWS[10:]],
         "packed": [{**size, **each} for each in heads for size in packed],
-        "decode": _with(heads, batch=(1, 4, 16, 64, 256), context=(2048, 8192, 32768)),
-        **_layers(models, 8192),
-        "experts": _with(EXPERTS, routing=ROUTINGS, tokens=(2048, 4096, 16384)),
-        "decoded experts": _with(EXPERTS, routing=ROUTINGS, tokens=(1, 8, 64, 256)),
+        "decode": _all(heads, batch=(1, 4, 16, 64, 256), context=(2048, 8192, 32768)),
+        **_layers(MODELS, 8192),
+        "experts": _all(EXPERTS, routing=ROUTINGS, tokens=(2048, 4096, 16384)),
+        "decoded experts": _all(EXPERTS, routing=ROUTINGS, tokens=(1, 8, 64, 256)),
     }
 
 
@@ -128,16 +124,16 @@ def _drawn_sizes(seed: int) -> dict[str, Sequence[Sizes]]:
 
 def _tiny_sizes() -> dict[str, Sequence[Sizes]]:
     sparse = [{"hidden": 64, "intermediate": 48, "experts": 8, "top_k": 3}]
-    heads = [
-        {"heads": text, "head_dim": dim} for text, dim in (("4/2", 128), ("6/2", 80), ("3/1", 48))
-    ]
+    kinds = ("4/2", 128), ("6/2", 80), ("3/1", 48)
+    heads = [{"heads": text, "head_dim": dim} for text, dim in kinds]
+    products = _all(m=(1, 300), n=(48,), k=(32, 96))
     return {
-        "nt": _all(m=(1, 300), n=(48,), k=(32, 96)),
-        "nn": _all(m=(1, 300), n=(48,), k=(32, 96)),
+        "nt": products,
+        "nn": products,
         "folds": [{"tokens": 32, "n": 48, "k": 32}],
-        "packed": _with(heads, length=(21,), batch=(2,)),
-        "decode": _with(heads, batch=(2,), context=(21,)),
+        "packed": _all(heads, length=(21,), batch=(2,)),
+        "decode": _all(heads, batch=(2,), context=(21,)),
         **_layers(["tiny-qwen3"], 32),
-        "experts": _with(sparse, tokens=(300,), routing=ROUTINGS),
-        "decoded experts": _with(sparse, tokens=(5,), routing=ROUTINGS),
+        "experts": _all(sparse, tokens=(300,), routing=ROUTINGS),
+        "decoded experts": _all(sparse, tokens=(5,), routing=ROUTINGS),
     }

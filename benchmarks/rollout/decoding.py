@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.models import build_model
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
-from benchmarks.timing import Machine, against_stock, taken_bytes
+from benchmarks.timing import Machine, row_fields, taken_bytes
 from rl_consistency.models.families import num_experts
 from rl_consistency.models.forward import cache_sizes
 from rl_consistency.models.patch import patch
@@ -18,20 +18,15 @@ from rl_consistency.rollout.engine import RolloutEngine
 
 SETTLING_STEPS = 12
 """Steps of a constant batch before it counts: the first of them captures the graph."""
+APART = "blocks of its own"
 
 
-class Window(NamedTuple):
-    """A steady state, in which every sequence gets one token a step."""
-
-    steps: int
-    seconds: float
-    attended: int
-    """Keys read, of all sequences in all steps."""
-
-
-def steady(model: Any, workload: Workload, bench: Machine, **settings: Any) -> Window:
-    """The steady state of a workload whose completions are all as long; `settings` are those of the
-    engine. RuntimeError where too few steps decode all sequences."""
+def steady(
+    model: Any, workload: Workload, bench: Machine, *, sharing: bool = True
+) -> tuple[float, float]:
+    """Seconds of a step that gives every sequence a token, and the keys that it reads, on average
+    over the steady state of a workload whose completions are all as long. RuntimeError where too
+    few steps decode all sequences."""
     count = workload.sequences
     engine = RolloutEngine(
         model,
@@ -41,7 +36,7 @@ def steady(model: Any, workload: Workload, bench: Machine, **settings: Any) -> W
         max_batch_tokens=16384,
         max_num_seqs=count,
         tokens_per_sequence=workload.prompt_len + workload.longest + TOKENS_BEYOND,
-        **settings,
+        enable_prefix_sharing=sharing,
     )
     prompts, sampling = workload.prompts("steady", model.config.vocab_size), workload.requests()
     ticks: list[tuple[float, int]] = []  # after each step: seconds, tokens
@@ -56,20 +51,18 @@ def steady(model: Any, workload: Workload, bench: Machine, **settings: Any) -> W
     first, last = steady_ticks([tokens for _, tokens in ticks], count, workload.longest)
     (start, tokens), (end, _), steps = ticks[first], ticks[last], last - first
     attended = steps * (count * workload.prompt_len + tokens) + count * steps * (steps - 1) // 2
-    return Window(steps, end - start, attended)
+    return (end - start) / steps, attended / steps
 
 
 def steady_ticks(tokens: Sequence[int], count: int, longest: int) -> tuple[int, int]:
     """The steps between which each of `count` sequences gets a token a step, of the tokens known
     after each step: without the first ones, and without the very last one, in which the engine also
     checks the weights."""
-    gained = [i for i in range(len(tokens) - 2) if tokens[i + 1] - tokens[i] >= count <= tokens[i]][
-        min(SETTLING_STEPS, longest // 4) :
-    ]
+    gained = [i for i in range(len(tokens) - 2) if tokens[i + 1] - tokens[i] >= count <= tokens[i]]
+    gained = gained[min(SETTLING_STEPS, longest // 4) :]
     if not gained:
         raise RuntimeError(
-            f"too few steps decoded all {count} sequences; ask for longer completions or fewer "
-            "sequences."
+            f"too few steps decoded all {count} sequences; ask for longer or fewer ones."
         )
     return gained[0], gained[-1] + 1
 
@@ -82,21 +75,13 @@ def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]
     model: Any = build_model(name, bench.device)
     with patch(model):
         weights, per_token = decode_bytes(model, workload.sequences)
-        steps, taken, attended = steady(model, workload, bench)
-        seconds, fields = (
-            taken / steps,
-            {"figures": {"context": attended / steps / workload.sequences}},
-        )
+        seconds, attended = steady(model, workload, bench)
+        times, ceiling = {"ours": seconds}, (weights + attended * per_token) / bench.copy_bandwidth
         if workload.group_size > 1:
             taken_bytes(bench.device)
-            apart = steady(model, workload, bench, enable_prefix_sharing=False)
-            times = seconds, apart.seconds / apart.steps
-            return fields | against_stock(*times, "blocks of its own", workload.sequences)
-    return fields | {
-        "ours_us": 1e6 * seconds,
-        "tokens_per_second": {"ours": workload.sequences / seconds},
-        "ceiling_fraction": (steps * weights + attended * per_token) / taken / bench.copy_bandwidth,
-    }
+            times[APART], ceiling = steady(model, workload, bench, sharing=False)[0], 0.0
+    fields = row_fields(times, [APART], ceiling, workload.sequences)
+    return fields | {"figures": {"context": attended / workload.sequences}}
 
 
 def decode_bytes(model: Any, sequences: int) -> tuple[float, int]:

@@ -3,7 +3,7 @@
 `python -P engine_process.py SETTINGS ANSWER` builds the engine that the first JSON file describes,
 generates its works, and writes the second one after each of them. It imports nothing of the project
 at the top: vLLM's process has it not. An engine takes prompts and how many tokens to draw for each,
-and gives the seconds of that and how many tokens came back.
+and gives the call that is timed, which says how many came back.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-Engine = Callable[[Sequence[Sequence[int]], Sequence[int]], tuple[float, list[int]]]
+Engine = Callable[[Sequence[Sequence[int]], Sequence[int]], Callable[[], list[int]]]
 
 REPEAT_SECONDS = 20.0
 """No further run of a work begins after so many seconds of them."""
@@ -27,14 +28,13 @@ def redraw(model: Any) -> None:
     """Draw weights of the same kind on all sides: matrices N(0, 0.02), norms 1, biases 0."""
     # vLLM pickles this function into another process, so that it imports for itself.
     torch = import_module("torch")
-    generator = None
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            generator = generator or torch.Generator(parameter.device).manual_seed(0)
-            parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
 
 
 def _model(settings: Mapping[str, Any]) -> Any:
@@ -60,13 +60,11 @@ def ours(settings: Mapping[str, Any]) -> Engine:
     )
     engine.warm_up(sampling(max_tokens=settings["tokens_per_sequence"], ignore_eos=True))
 
-    def generate(prompts: Any, counts: Any) -> tuple[float, list[int]]:
+    def prepared(prompts: Any, counts: Any) -> Callable[[], list[int]]:
         wanted = [sampling(max_tokens=count, ignore_eos=True) for count in counts]
-        began = time.perf_counter()
-        found = engine.generate(prompts, wanted)
-        return time.perf_counter() - began, [len(each.token_ids) for each in found]
+        return lambda: [len(each.token_ids) for each in engine.generate(prompts, wanted)]
 
-    return generate
+    return prepared
 
 
 def hugging_face(settings: Mapping[str, Any]) -> Engine:
@@ -75,7 +73,7 @@ def hugging_face(settings: Mapping[str, Any]) -> Engine:
     torch, transformers = import_module("torch"), import_module("transformers")
     model, static = _model(settings), settings["engine"] == "static"
 
-    def generate(prompts: Any, counts: Any) -> tuple[float, list[int]]:
+    def prepared(prompts: Any, counts: Any) -> Callable[[], list[int]]:
         model.generation_config = transformers.GenerationConfig(
             do_sample=True,
             temperature=1.0,
@@ -87,11 +85,11 @@ def hugging_face(settings: Mapping[str, Any]) -> Engine:
             cache_implementation="static" if static else None,
             disable_compile=True,
         )
-        ids, began = torch.tensor(prompts, device=model.device), time.perf_counter()
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)).tolist()
-        return time.perf_counter() - began, [len(row) - ids.shape[1] for row in out]
+        ids = torch.tensor(prompts, device=model.device)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return lambda: [len(row) - ids.shape[1] for row in model.generate(**given).tolist()]
 
-    return generate
+    return prepared
 
 
 def vllm(settings: Mapping[str, Any]) -> Engine:
@@ -113,43 +111,35 @@ def vllm(settings: Mapping[str, Any]) -> Engine:
     engine.apply_model(redraw)
     options = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 
-    def generate(prompts: Any, counts: Any) -> tuple[float, list[int]]:
+    def prepared(prompts: Any, counts: Any) -> Callable[[], list[int]]:
         sampling = [module.SamplingParams(max_tokens=count, **options) for count in counts]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        began = time.perf_counter()
-        found = engine.generate(inputs, sampling, use_tqdm=False)
-        return time.perf_counter() - began, [len(each.outputs[0].token_ids) for each in found]
+        run = partial(engine.generate, inputs, sampling, use_tqdm=False)
+        return lambda: [len(each.outputs[0].token_ids) for each in run()]
 
-    return generate
-
-
-ENGINES: Mapping[str, Callable[[Mapping[str, Any]], Engine]] = {
-    "ours": ours,
-    "vllm": vllm,
-    "dynamic": hugging_face,
-    "static": hugging_face,
-}
+    return prepared
 
 
 def measured(engine: Engine, work: Mapping[str, Any]) -> list[float]:
     """The seconds of each run of a work, once its size is warm. RuntimeError unless every
     completion is whole."""
     counts, (first, *runs) = work["new_tokens"], work["runs"]
-    engine(first, [min(WARM_TOKENS, count) for count in counts])
+    engine(first, [min(WARM_TOKENS, count) for count in counts])()
     times: list[float] = []
     for prompts in runs:
         if sum(times) < REPEAT_SECONDS:
-            seconds, found = engine(prompts, counts)
+            generate, began = engine(prompts, counts), time.perf_counter()
+            found = generate()
+            times.append(time.perf_counter() - began)
             if found != counts:
                 raise RuntimeError(f"{len(found)} completions, {sum(found)} tokens came back")
-            times.append(seconds)
     return times
 
 
 def main(settings_file: str, answer_file: str) -> None:
     """Measure all works."""
     settings, answer = json.loads(Path(settings_file).read_text("utf-8")), []
-    engine = ENGINES[settings["engine"]](settings)
+    engine = {"ours": ours, "vllm": vllm}.get(settings["engine"], hugging_face)(settings)
     for work in settings["works"]:
         answer.append(measured(engine, work))
         Path(answer_file).write_text(json.dumps(answer), "utf-8")

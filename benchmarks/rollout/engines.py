@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,39 +102,39 @@ def hugging_face_cases(model: str, work: Workload) -> list[Case]:
 def beside(engines: Engines, model: str, works: Sequence[Workload]) -> list[Case]:
     """A row of each work, with ours and the engines."""
     model_config(model)
-    answers: dict[str, tuple[list[list[float]], str]] = {}  # once the first row is asked for
-    run = partial(_row, answers, {"ours": ("ours", {}), **engines}, model, works)
-    found = []
-    for place, work in enumerate(works):
-        name = "generate" if work.shortest == work.longest else "generate, joining"
-        name, shape = "prefill" if work.longest == 1 else name, {"model": model, **work.shape}
-        found.append(Case(work=name, shape=shape, run=partial(run, place)))
-    return found
-
-
-def _row(
-    answers: dict[str, tuple[list[list[float]], str]], engines: Engines, model: str,
-    works: Sequence[Workload], place: int, bench: Machine,
-) -> dict[str, Any]:  # fmt: skip
-    """The fields of one work's row; RuntimeError, saying why, where ours was not measured."""
-    if not answers:
-        taken_bytes(bench.device)
-        for name, (engine, environment) in engines.items():
-            given = {"engine": engine, "device": str(bench.device)}
-            answers[name] = engine_times(name, given, environment, model, works)
-    work = works[place]
-    # Tokens that count: new ones, of prefill alone those of the prompts.
-    tokens = work.sequences * work.prompt_len if work.longest == 1 else sum(work.lengths())
-    seconds = {name: median(all_[place]) for name, (all_, _) in answers.items() if all_[place:]}
-    unavailable = {name: why for name, (all_, why) in answers.items() if not all_[place:]}
-    if "ours" not in seconds:
-        raise RuntimeError(unavailable["ours"])
     ways = [name for name, (engine, _) in engines.items() if engine in HUGGING_FACE]
-    return row_fields(seconds, ways, tokens=tokens) | {"unavailable": unavailable}
+
+    @cache  # all works are measured once the first row is asked for
+    def answers(device: torch.device) -> dict[str, tuple[list[list[float]], str]]:
+        taken_bytes(device)
+        asked: Engines = {"ours": ("ours", {}), **engines}
+        given = device, model, works
+        return {name: engine_times(name, *how, *given) for name, how in asked.items()}
+
+    def row(place: int, tokens: int, bench: Machine) -> dict[str, Any]:
+        """RuntimeError, saying why, where ours was not measured."""
+        found = answers(bench.device)
+        seconds = {name: median(all_[place]) for name, (all_, _) in found.items() if all_[place:]}
+        unavailable = {name: why for name, (all_, why) in found.items() if not all_[place:]}
+        if "ours" not in seconds:
+            raise RuntimeError(unavailable["ours"])
+        return row_fields(seconds, ways, tokens=tokens) | {"unavailable": unavailable}
+
+    cases = []
+    for place, work in enumerate(works):
+        # Tokens that count: new ones, of prefill alone those of the prompts.
+        name, tokens = "generate", sum(work.lengths())
+        if work.longest == 1:
+            name, tokens = "prefill", work.sequences * work.prompt_len
+        elif work.shortest < work.longest:
+            name = "generate, joining"
+        shape = {"model": model, **work.shape}
+        cases.append(Case(work=name, shape=shape, run=partial(row, place, tokens)))
+    return cases
 
 
 def engine_times(
-    name: str, given: Mapping[str, Any], environment: Mapping[str, str], model: str,
+    name: str, engine: str, environment: Mapping[str, str], device: torch.device, model: str,
     works: Sequence[Workload],
 ) -> tuple[list[list[float]], str]:  # fmt: skip
     """Seconds of each run of each work that the process of one engine came to, and its failure."""
@@ -148,8 +148,9 @@ def engine_times(
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    given = {
-        **given,
+    settings = {
+        "engine": engine,
+        "device": str(device),
         "max_num_seqs": MAX_NUM_SEQS,
         "max_model_len": MAX_MODEL_LEN,
         "tokens_per_sequence": longest + TOKENS_BEYOND,
@@ -165,9 +166,9 @@ def engine_times(
     }
     with tempfile.TemporaryDirectory() as place:
         config.save_pretrained(f"{place}/model")
-        settings, answer = Path(place, "settings.json"), Path(place, "answer.json")
-        settings.write_text(json.dumps(given | {"model": f"{place}/model"}), "utf-8")
-        command = ["-u", "-P", engine_process.__file__, str(settings), str(answer)]
+        file, answer = Path(place, "settings.json"), Path(place, "answer.json")
+        file.write_text(json.dumps(settings | {"model": f"{place}/model"}), "utf-8")
+        command = ["-u", "-P", engine_process.__file__, str(file), str(answer)]
         printed, _, failure = run_child(name, command, environment)
         found = json.loads(answer.read_text("utf-8")) if answer.exists() else []
     if failure:

@@ -59,8 +59,7 @@ def cold_start(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     sizes = (workload.groups, workload.group_size, workload.prompt_len, workload.longest)
     command = ["-m", "benchmarks.rollout.processes", name, str(bench.device), *map(str, sizes)]
     with tempfile.TemporaryDirectory() as caches:
-        own = Path(caches, "own")
-        own.mkdir(mode=0o700)
+        (own := Path(caches, "own")).mkdir(mode=0o700)
         environment = {"TRITON_CACHE_DIR": f"{caches}/triton", CACHE_VARIABLE: str(own)}
         for state in ("cold", "warm"):
             printed, seconds, failure = run_child(f"the {state} start", command, environment)
@@ -79,14 +78,13 @@ def first_tokens(name: str, workload: Workload, device: torch.device) -> dict[st
     seconds: dict[str, float] = {}
 
     def first_token(began: float) -> float:
-        found: list[float] = []
+        known: list[float] = []
 
         def progress(tokens: int, finished: int, total: int) -> None:
-            if tokens and not found:
-                found.append(time.perf_counter() - began)
+            known.extend([time.perf_counter() - began] if tokens else [])
 
         engine.generate(prompts, sampling, progress=progress)
-        return found[0]
+        return known[0]
 
     with patch(model):
         began = finished_seconds(device)

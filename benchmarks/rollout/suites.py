@@ -21,16 +21,13 @@ TINY = "tiny-qwen3"
 equal = Workload.equal
 
 
-def _cases(work: str, run: Callable[..., Any], model: str, *works: Workload) -> list[Case]:
-    """A row of a model on each workload."""
-    return [
-        Case(work=work, shape={"model": model, **each.shape}, run=partial(run, model, each))
-        for each in works
-    ]
+def _case(work: str, run: Callable[..., Any], model: str, each: Workload) -> Case:
+    """A row of a model on a workload."""
+    return Case(work=work, shape={"model": model, **each.shape}, run=partial(run, model, each))
 
 
 def _steps(models: Iterable[str], *works: Workload) -> list[Case]:
-    return [case for name in models for case in _cases("decode step", steady_step, name, *works)]
+    return [_case("decode step", steady_step, name, each) for name in models for each in works]
 
 
 def rollout_suites(choice: Choice) -> Suites:
@@ -57,8 +54,8 @@ def rollout_suites(choice: Choice) -> Suites:
             "rollout_roofline": _steps([TINY, "tiny-olmoe"], equal(2, 1, 20, 16)),
             "rollout_shared_keys": _steps([TINY], equal(1, 4, 20, 16)),
             "rollout_hugging_face": hugging_face_cases(TINY, equal(2, 1, 12, 6)),
-            "rollout_grpo_step": _cases("GRPO step", grpo_step, TINY, equal(2, 4, 10, 6)),
-            "rollout_cold_start": _cases("first token", cold_start, TINY, equal(1, 2, 12, 4)),
+            "rollout_grpo_step": [_case("GRPO step", grpo_step, TINY, equal(2, 4, 10, 6))],
+            "rollout_cold_start": [_case("first token", cold_start, TINY, equal(1, 2, 12, 4))],
         }
     return {
         "rollout_roofline": _steps([LARGE], *(equal(n, 1, 960, 96) for n in (64, 128, 256))),
@@ -70,7 +67,7 @@ def rollout_suites(choice: Choice) -> Suites:
             *hugging_face_cases(SMALL, equal(32, 8, 512, 128)),
             *hugging_face_cases(MIDDLE, equal(32, 8, 512, 128)),
         ],
-        "rollout_grpo_step": _cases("GRPO step", grpo_step, SMALL, equal(8, 8, 256, 256)),
+        "rollout_grpo_step": [_case("GRPO step", grpo_step, SMALL, equal(8, 8, 256, 256))],
         # 500 is no multiple of a block: a prompt that is known leaves a few tokens to compute.
-        "rollout_cold_start": _cases("first token", cold_start, GROUPED, equal(8, 8, 500, 32)),
+        "rollout_cold_start": [_case("first token", cold_start, GROUPED, equal(8, 8, 500, 32))],
     }

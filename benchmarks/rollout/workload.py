@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -70,11 +69,10 @@ class Workload:
         distinct = [draw.choices(range(vocabulary), k=length) for _ in range(self.groups)]
         return [distinct[i // self.group_size] for i in range(self.sequences)]
 
-    def requests(self, **options: Any) -> list[SamplingParams]:
+    def requests(self) -> list[SamplingParams]:
         """Sampling parameters of each sequence: so many tokens, whatever they are."""
-        return [SamplingParams(max_tokens=n, ignore_eos=True, **options) for n in self.lengths()]
+        return [SamplingParams(max_tokens=n, ignore_eos=True) for n in self.lengths()]
 
     def kv_blocks(self, block_size: int) -> int:
         """Cache blocks with room for every sequence at its full length, nothing shared."""
-        tokens = (self.prompt_len + n + TOKENS_BEYOND for n in self.lengths())
-        return sum(-(-each // block_size) for each in tokens)
+        return sum(-(-(self.prompt_len + n + TOKENS_BEYOND) // block_size) for n in self.lengths())

@@ -184,5 +184,4 @@ def seeds(count: int, first: int = 0) -> tuple[int, ...]:
 
 
 def as_tuple(found: Any) -> tuple[Tensor, ...]:
-    """The outputs of a call."""
     return (found,) if isinstance(found, Tensor) else tuple(found)

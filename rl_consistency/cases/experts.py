@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.cases.case import MANY, Case, Op, Setting, seeds, weight_scale
-from rl_consistency.cases.launches import Launch, candidates
+from rl_consistency.cases.launches import Launch, tuned
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core.device import has_tma, sm_count
-from rl_consistency.kernels.core.findings import schedule_name
 from rl_consistency.kernels.experts import schedules
 from rl_consistency.kernels.experts.fold_triton import describes_rows, find_runs, fold_runs
 from rl_consistency.kernels.experts.op import experts, experts_reference
@@ -45,9 +44,7 @@ def router_cases(setting: Setting) -> Iterator[Case]:
         return x, setting.drawn((EXPERTS, hidden), seed + 1, weight_scale(hidden))
 
     def chosen_dys(rows: int, seed: int) -> tuple[Tensor, ...]:
-        return setting.wide((rows, TOP_K), seed + 2, 0.02), setting.wide(
-            (rows, EXPERTS), seed + 3, 0.02
-        )
+        return tuple(setting.wide((rows, n), seed + i, 0.02) for i, n in ((2, TOP_K), (3, EXPERTS)))
 
     def exact(x: Tensor, weight: Tensor, normalize: bool) -> tuple[Tensor, ...]:
         found = route_reference(x, weight, TOP_K, normalize=normalize)
@@ -215,17 +212,16 @@ def expert_product(
         ways["recorded"] = lambda *operands: run(None, *operands, records=True)[:1]
     tma = has_tma(device) and (product != "nn" or k % MOST_STEPS == 0)
     sizes = pairs, experts, n, k
-    return Launch(
-        op=f"experts {product}",
+    return tuned(
+        f"experts {product}", own, schedules.product_candidates(product, dtype, tma=tma),
+        schedules.pick_product(product, *sizes, dtype, tma),
         shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
         operands=operands,
-        candidates=candidates(own, schedules.product_candidates(product, dtype, tma=tma)),
-        picked=schedule_name(schedules.pick_product(product, *sizes, dtype, tma)),
         ways=ways,
         entry=schedules.product_work(product, dtype, tma, *sizes),
         moved=(pairs * (k + n) + min(pairs, experts) * weight[0] * weight[1]) * dtype.itemsize,
         products=pairs * weight[0] * weight[1],
-    )
+    )  # fmt: skip
 
 
 def expert_fold(
@@ -252,15 +248,13 @@ def expert_fold(
         return gradient
 
     sizes, tma = (pairs, experts, n, k), describes_rows(device, dtype, n, k)
-    picked = schedules.pick_fold(*sizes, dtype, tma=tma, processors=sm_count(device))
-    return Launch(
-        op="experts fold",
+    return tuned(
+        "experts fold", run, schedules.fold_candidates(dtype, tma=tma),
+        schedules.pick_fold(*sizes, dtype, tma=tma, processors=sm_count(device)),
         shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
         operands=operands,
-        candidates=candidates(run, schedules.fold_candidates(dtype, tma=tma)),
-        picked=schedule_name(picked),
         ways={"as picked": partial(run, None)},
         entry=schedules.fold_work(dtype, tma, *sizes),
         moved=pairs * (n + k) * dtype.itemsize + experts * n * k * 4,
         products=pairs * n * k,
-    )
+    )  # fmt: skip

@@ -33,12 +33,8 @@ from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.sampling.vocabulary_triton import vocabulary_combine
+from rl_consistency.kernels.token_logprobs import head_triton
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
-from rl_consistency.kernels.token_logprobs.head_triton import (
-    token_gradient,
-    token_gradient_table,
-    token_statistics,
-)
 from rl_consistency.kernels.token_logprobs.lm_head import IGNORED
 
 COPY_BANDWIDTH, MATMUL_RATE = 3e12, 6e14
@@ -143,7 +139,6 @@ def does_not_compile(error: Exception) -> bool:
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
-    """Elements whose bytes differ."""
     if a.numel() == 0:
         return 0
     a, b = (x.contiguous().view(torch.uint8).view(*x.shape, -1) for x in (a, b))
@@ -156,9 +151,10 @@ def candidates(run: Callable[..., Any], table: Iterable[Any]) -> dict[str, Op]:
     return {name: partial(run, schedule) for name, schedule in named}
 
 
-def _tuned(
+def tuned(
     op: str, run: Callable[..., Any], table: Iterable[Any], picked: Any, **fields: Any
 ) -> Launch:
+    """A launch by every entry of a table, of which the op's rule takes `picked`."""
     name = schedule_name(picked)
     return Launch(op=op, candidates=candidates(run, table), picked=name, **fields)
 
@@ -193,7 +189,7 @@ def product(
     if every:
         whole = products.POINTER_FP32 if fp32 else products.CANDIDATES
         table = [s for s in whole if tma or s.kind == "pointer"]
-    return _tuned(
+    return tuned(
         "matmul", run, table, products.pick(m, n, k, dtype, layout, tma, out),
         shape={"layout": layout, "m": m, "n": n, "k": k},
         operands=operands,
@@ -221,7 +217,7 @@ def outer(setting: Setting, tokens: int, n: int, k: int, *, fresh: bool = True) 
 
     dtype, tma, processors = setting.dtype, described(setting, n, k), sm_count(setting.device)
     picked = folds.pick(tokens, n, k, dtype, tma=tma, processors=processors)
-    return _tuned(
+    return tuned(
         "fold", run, folds.candidates(dtype, tma=tma), picked,
         shape={"tokens": tokens, "n": n, "k": k},
         operands=operands,
@@ -253,7 +249,7 @@ def qkv(
 
     dtype, total = setting.dtype, sum(columns)
     table = few_rows.few_rows_candidates(few_rows.QKV, dtype, tma=False)
-    return _tuned(
+    return tuned(
         "qkv", run, table, few_rows.pick_qkv(m, dtype, columns, k),
         shape={"m": m, "n": "+".join(map(str, columns)), "k": k},
         operands=operands,
@@ -282,7 +278,7 @@ def gate_up(setting: Setting, m: int, n: int, k: int, activation: str = "silu") 
         return glu.glu_fwd(gate, up, activation)
 
     table = few_rows.few_rows_candidates(few_rows.GATE_UP, dtype, tma=tma)
-    return _tuned(
+    return tuned(
         "gate_up", run, table, few_rows.pick_gate_up(m, n, dtype, tma),
         shape={"m": m, "n": n, "k": k},
         operands=operands,
@@ -302,7 +298,7 @@ def gated(setting: Setting, direction: str, rows: int, width: int, activation: s
         return tuple(glu.glu_bwd(first, second, third, activation, False, schedule))
 
     scales = (0.25, 1 / 64) if direction == "forward" else (1 / 64, 0.25, 1 / 64)
-    return _tuned(
+    return tuned(
         f"glu {direction}", run, (glu.SCHEDULE, *glu.CANDIDATES), glu.SCHEDULE,
         shape={"tokens": rows, "width": width},
         operands=lambda: tuple(setting.drawn((rows, width), i, s) for i, s in enumerate(scales)),
@@ -318,7 +314,7 @@ def rotation(setting: Setting, tokens: int, heads: int, kv_heads: int, dim: int)
         q, k = (setting.drawn((tokens, n, dim), i) for i, n in enumerate((heads, kv_heads)))
         return q, k, *(setting.wide((tokens, dim // 2), i, 0.25).clamp(-1, 1) for i in (2, 3))
 
-    return _tuned(
+    return tuned(
         "rotary", lambda schedule, q, k, c, s: rotary.rotary_fwd(q, k, c, s, False, schedule),
         (rotary.SCHEDULE, *rotary.CANDIDATES), rotary.SCHEDULE,
         shape={"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": dim},
@@ -339,7 +335,7 @@ def norm_forward(setting: Setting, rows: int, width: int, *, adds: bool = False)
         return rms_norm_fwd(x, rest[0] if adds else None, rest[-1], EPS, schedule)
 
     picked = rms_norm.pick_forward(width)
-    return _tuned(
+    return tuned(
         f"{'add_' * adds}rms_norm forward", run, (picked, *rms_norm.candidates(width)), picked,
         shape={"rows": rows, "width": width},
         operands=operands,
@@ -369,7 +365,7 @@ def norm_backward(
         return dx, sums, folded_step_sums(sums, setting.dtype)
 
     picked = rms_norm.pick_backward(width, heads)
-    return _tuned(
+    return tuned(
         f"{'add_' * adds}rms_norm backward", run,
         table or (picked, *rms_norm.candidates(width, heads)), picked,
         shape={"rows": rows, "width": width},
@@ -390,11 +386,11 @@ def head(setting: Setting, kind: str, rows: int, vocabulary: int, width: int) ->
         divisor = torch.ones(rows, device=device)
         if kind == "statistics":
             return hidden, weight, divisor
-        partials = token_statistics(hidden, weight, divisor, True, "tma")
+        partials = head_triton.token_statistics(hidden, weight, divisor, True, "tma")
         top, normalizer, entropy = vocabulary_combine(partials)
         dlogprobs, dentropy = setting.wide((2, rows), 2).unbind(0)
         targets = torch.arange(rows, device=device) % vocabulary
-        table = token_gradient_table(
+        table = head_triton.token_gradient_table(
             divisor, top, normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
         )
         # A descriptor stores whole lines.
@@ -403,13 +399,13 @@ def head(setting: Setting, kind: str, rows: int, vocabulary: int, width: int) ->
 
     def run(schedule: str, hidden: Tensor, weight: Tensor, table: Tensor, *room: Tensor) -> Tensor:
         if kind == "statistics":
-            return token_statistics(hidden, weight, table, True, schedule)
+            return head_triton.token_statistics(hidden, weight, table, True, schedule)
         written = room[0][:, :vocabulary]
-        token_gradient(hidden, weight, table, written, True, schedule)
+        head_triton.token_gradient(hidden, weight, table, written, True, schedule)
         return written
 
     written = rows * vocabulary if kind == "gradient" else 0
-    return _tuned(
+    return tuned(
         f"token_logprobs {kind}", run, ("tma", *logprobs.candidates(kind)), "tma",
         shape={"rows": rows, "n": vocabulary, "k": width},
         operands=operands,

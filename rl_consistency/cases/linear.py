@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.cases.case import MANY, ROWS, Case, Setting, seeds, weight_scale
+from rl_consistency.cases.pointwise import STOCK
 from rl_consistency.kernels.linear import op
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.matmul.op import matmul_nt
@@ -16,7 +17,6 @@ from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu
 
 
 def matmul_cases(setting: Setting) -> Iterator[Case]:
-    """The product alone."""
 
     def draw(rows: int, seed: int) -> tuple[Tensor, ...]:
         both = (rows, ROWS), (ROWS, ROWS)
@@ -52,7 +52,6 @@ def linear_cases(setting: Setting) -> Iterator[Case]:
 def linear_case(
     setting: Setting, inner: int, columns: int, *, draws: int, bias: bool = True
 ) -> Case:
-    """One layer."""
     names = ("x", "weight", "bias")[: 3 if bias else 2]
 
     def draw(rows: int, seed: int) -> tuple[Tensor, ...]:
@@ -99,16 +98,10 @@ def _gated_products(setting: Setting) -> Iterator[Case]:
             draw=draw,
             draw_dys=lambda rows, seed: (setting.drawn((rows, columns), seed + 4, 0.002),),
             call=partial(op.glu_linear, activation=activation),
-            reference=lambda gate, up, *rest, of=activation: F.linear(_gated(gate, up, of), *rest),
+            reference=lambda g, up, *rest, of=STOCK[activation]: F.linear(of(g) * up, *rest),
             filler={"gate": 1.0},
             ways={"glu and linear apart": apart},
         )
-
-
-def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def projection_cases(setting: Setting) -> Iterator[Case]:

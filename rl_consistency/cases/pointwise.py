@@ -16,6 +16,8 @@ from rl_consistency.kernels.pointwise.embedding import embedding, embedding_refe
 from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, glu, glu_reference
 from rl_consistency.kernels.pointwise.rotary import rotary, rotary_reference, rotary_table
 
+STOCK = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""Activation -> what torch computes."""
 REACH = 8
 """Distance of the positions of two rows that are rotated."""
 
@@ -34,9 +36,9 @@ def rotary_case(
     frequencies = setting.shapes.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)
     inv_freq = frequencies.to(setting.device)
 
-    def heads(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        q, k = (setting.drawn((rows, n, head_dim), seed + i) for i, n in enumerate((queries, keys)))
-        return q, k
+    def heads(rows: int, seed: int) -> tuple[Tensor, ...]:
+        sizes = enumerate((queries, keys))
+        return tuple(setting.drawn((rows, n, head_dim), seed + i) for i, n in sizes)
 
     def draw(rows: int, seed: int) -> tuple[Tensor, ...]:
         reach = torch.arange(rows) * REACH
@@ -48,16 +50,11 @@ def rotary_case(
         return tuple(rotary_reference(x, inv_freq, positions) for x in (q, k))
 
     def stock(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        positions = torch.arange(len(q), device=q.device) * REACH
-        angles = positions[:, None].float() * inv_freq
+        angles = (torch.arange(len(q), device=q.device) * REACH)[:, None].float() * inv_freq
         twice = torch.cat([angles, angles], dim=-1)[:, None]
         cos, sin = twice.cos().to(q.dtype), twice.sin().to(q.dtype)
-
-        def rotated(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-        return rotated(q), rotated(k)
+        halves = [(x, *x.chunk(2, dim=-1)) for x in (q, k)]
+        return tuple(x * cos + torch.cat([-b, a], dim=-1) * sin for x, a, b in halves)
 
     return Case(
         op="rotary",
@@ -76,7 +73,6 @@ def rotary_case(
 
 def glu_cases(setting: Setting) -> Iterator[Case]:
     """Each gated activation; of odd widths too, whose rows begin anywhere in a vector."""
-    stock = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
     own = setting.shapes.glu_width
     judged, *odd = [own] if setting.real else [208, own]
     # Three outliers multiplied together must fit fp16; a wide layer has larger ones.
@@ -98,7 +94,7 @@ def glu_cases(setting: Setting) -> Iterator[Case]:
             draw=partial(draw, width=width),
             draw_dys=partial(draw_dys, width=width),
             call=partial(glu, activation=activation),
-            stock=lambda gate, up, a=activation: stock[a](gate) * up,
+            stock=lambda gate, up, of=STOCK[activation]: of(gate) * up,
             reference=partial(glu_reference, activation=activation),
             seeds=() if width in odd else seeds(4),
         )

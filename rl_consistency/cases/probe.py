@@ -52,10 +52,8 @@ def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list
     embedding row is then a sum whose order matters.
     """
     if vocab_size < 1 or any(length < 0 for length in lengths):
-        raise ValueError(
-            "vocab_size must be positive and lengths not negative, "
-            f"got {vocab_size}, {list(lengths)}"
-        )
+        given = f"got {vocab_size}, {list(lengths)}"
+        raise ValueError(f"vocab_size must be positive and lengths not negative, {given}")
 
     def generator(stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed * 1_000_003 + stream)

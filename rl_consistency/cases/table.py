@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from rl_consistency.cases.attention import attention_cases
+from rl_consistency.cases import attention, linear, pointwise, reductions, rms_norm, token_logprobs
 from rl_consistency.cases.case import Case, Setting
 from rl_consistency.cases.experts import experts_cases, router_cases
-from rl_consistency.cases.linear import linear_cases, matmul_cases
-from rl_consistency.cases.pointwise import embedding_cases, glu_cases, rotary_cases
-from rl_consistency.cases.reductions import (
-    gradient_norm_cases,
-    masked_reduction_cases,
-    row_reduction_cases,
-)
-from rl_consistency.cases.rms_norm import rms_norm_cases
-from rl_consistency.cases.token_logprobs import token_logprobs_cases
 
 CASES: Mapping[str, Callable[[Setting], Iterator[Case]]] = {
-    "matmul": matmul_cases,
-    "row_reduction": row_reduction_cases,
-    "linear": linear_cases,
-    "rms_norm": rms_norm_cases,
-    "rotary": rotary_cases,
-    "glu": glu_cases,
-    "embedding": embedding_cases,
-    "attention": attention_cases,
+    "matmul": linear.matmul_cases,
+    "row_reduction": reductions.row_reduction_cases,
+    "linear": linear.linear_cases,
+    "rms_norm": rms_norm.rms_norm_cases,
+    "rotary": pointwise.rotary_cases,
+    "glu": pointwise.glu_cases,
+    "embedding": pointwise.embedding_cases,
+    "attention": attention.attention_cases,
     "router": router_cases,
     "experts": experts_cases,
-    "token_logprobs": token_logprobs_cases,
-    "masked_reduction": masked_reduction_cases,
-    "gradient_norm": gradient_norm_cases,
+    "token_logprobs": token_logprobs.token_logprobs_cases,
+    "masked_reduction": reductions.masked_reduction_cases,
+    "gradient_norm": reductions.gradient_norm_cases,
 }
 """Op -> its cases at the sizes of a setting."""
 

@@ -13,12 +13,7 @@ from torch import Tensor
 from rl_consistency.cases.case import TINY_SHAPES, Case, Setting, seeds
 from rl_consistency.cases.probe import probe_tokens
 from rl_consistency.kernels.sampling.op import SamplingRows
-from rl_consistency.kernels.token_logprobs.op import (
-    IGNORED,
-    lm_head_logits,
-    token_logprobs,
-    token_logprobs_reference,
-)
+from rl_consistency.kernels.token_logprobs import op
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -59,8 +54,8 @@ def sampling_in_turn(
 
 def targets_inside(hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows) -> Tensor:
     """The targets, replaced by the most likely token where truncation leaves them out."""
-    logprobs, _ = token_logprobs(hidden, weight, targets, rows)
-    best = lm_head_logits(hidden, weight).argmax(dim=1)
+    logprobs, _ = op.token_logprobs(hidden, weight, targets, rows)
+    best = op.lm_head_logits(hidden, weight).argmax(dim=1)
     return torch.where(logprobs.isfinite(), targets, best)
 
 
@@ -88,7 +83,7 @@ def _case(
     ) -> tuple[Tensor, Tensor]:
         *parameters, weight = rest
         rows = SamplingRows(**dict(zip(PARAMETERS, parameters, strict=True)))
-        return token_logprobs(hidden, weight, targets, rows, **options)
+        return op.token_logprobs(hidden, weight, targets, rows, **options)
 
     def stock(hidden: Tensor, targets: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = F.linear(hidden, rest[-1]).float().log_softmax(-1)
@@ -97,7 +92,7 @@ def _case(
 
     def exact(hidden: Tensor, targets: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         temperature = (kind or {}).get("temperature", 1.0)
-        return token_logprobs_reference(hidden, rest[-1], targets, temperature)
+        return op.token_logprobs_reference(hidden, rest[-1], targets, temperature)
 
     hidden_size, vocab_size = setting.shapes.hidden_size, setting.shapes.vocab_size
     name = "truncated" if kind is None else f"temperature {kind.get('temperature')}"
@@ -114,7 +109,7 @@ def _case(
         stock=stock,
         reference=None if kind is None else exact,
         seeds=draws,
-        filler={"targets": IGNORED, "temperature": 1.0, "top_p": 1.0},
+        filler={"targets": op.IGNORED, "temperature": 1.0, "top_p": 1.0},
         forward_ways={
             f"chunk_tokens {chunk}": partial(ours, chunk_tokens=chunk) for chunk in chunks
         },

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_consistency.numerics.files import require_writable, unseal, write_output
-from rl_consistency.trainers.config.strict_yaml import read, shown
+from rl_consistency.trainers.config.strict_yaml import read
 from rl_consistency.trainers.run_directory.checkpoint import STATE, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS, CONFIG, DIGESTS
 from rl_consistency.trainers.run_directory.inputs import flat
@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{what}  not compared: a run without a checkpoint does not tell it")
             continue
         for name, values in list(differing.items())[:MOST_LINES]:
-            x, y = ("absent" if value is None else shown(value) for value in values)
+            texts = ("absent" if value is None else value for value in values)
+            x, y = (text if len(text) <= 60 else f"{text:.57}..." for text in texts)
             print(f"{what}  {name}: {x} != {y}")
         if len(differing) > MOST_LINES:
             print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_consistency.cases.launches import Launch
 from rl_consistency.cli.console import live_progress
 from rl_consistency.cli.verify import DTYPES, chosen_device
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_consistency.cases.launches import Launch
-    from rl_consistency.tuning.tune import Outcome, TuningReport
+from rl_consistency.trainers.launch import refuse_many_processes
+from rl_consistency.trainers.policy import read_config
+from rl_consistency.tuning import tune as tuning
+from rl_consistency.tuning.policy_works import policy_works
+from rl_consistency.tuning.tune import Outcome, TuningReport
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
 SHOWN = 20
@@ -26,29 +26,21 @@ SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    add = parser.add_argument
     text = "a Hugging Face model directory; only its config.json is read"
-    parser.add_argument("--model", type=Path, metavar="DIR", required=True, help=text)
+    add("--model", type=Path, metavar="DIR", required=True, help=text)
     text = "how long to measure, such as 90s or 2m, the most important works first (default: 60s)"
-    parser.add_argument("--budget", default="60s", metavar="TIME", help=text)
+    add("--budget", default="60s", metavar="TIME", help=text)
     text = "tokens of a training batch: the most rows of a product (default: 16384)"
-    parser.add_argument("--rows", type=int, default=16384, metavar="N", help=text)
+    add("--rows", type=int, default=16384, metavar="N", help=text)
     text = f"{', '.join(DTYPES)} (default: the model's own)"
-    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
-    parser.add_argument("--device", default="cuda", help="the GPU (default: cuda)")
-    text = "measure also what is known already"
-    parser.add_argument("--again", action="store_true", help=text)
+    add("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
+    add("--device", default="cuda", help="the GPU (default: cuda)")
+    add("--again", action="store_true", help="measure also what is known already")
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 where a candidate gave other bytes than the reference, else 0."""
-    import torch
-
-    from rl_consistency.trainers.launch import refuse_many_processes
-    from rl_consistency.trainers.policy import read_config
-    from rl_consistency.tuning.policy_works import policy_works
-    from rl_consistency.tuning.tune import tune_device
-
     refuse_many_processes()
     budget = seconds_of(args.budget)
     config = read_config(args.model)
@@ -59,33 +51,25 @@ def run(args: argparse.Namespace) -> int:
     with live_progress(console) as progress:
         task = progress.add_task("", total=len(works))
 
-        def tell(outcome: Outcome | None, name: str) -> None:
-            progress.update(task, advance=int(outcome is not None), description=name)
-            if outcome is not None and not console.is_terminal:
-                times = f"{outcome.default_us:.1f} -> {outcome.winner_us:.1f} us"
-                found = f"{outcome.winner}{' (known)' if outcome.known else ''}"
-                if outcome.withdrawn:
-                    found += f"  WITHDRAWN: {', '.join(outcome.withdrawn)}"
-                print(f"{outcome.work.key}: {times}  {found}", flush=True)
+        def tell(o: Outcome | None, name: str) -> None:
+            progress.update(task, advance=int(o is not None), description=name)
+            if o is not None and not console.is_terminal:
+                found = f"{o.winner}{' (known)' if o.known else ''}"
+                found += f"  WITHDRAWN: {', '.join(o.withdrawn)}" if o.withdrawn else ""
+                print(f"{name}: {o.default_us:.1f} -> {o.winner_us:.1f} us  {found}", flush=True)
 
-        report = tune_device(works, device, budget=budget, again=args.again, tell=tell)
+        report = tuning.tune_device(works, device, budget=budget, again=args.again, tell=tell)
     show(console, report, works)
     return 0 if report.passed else 1
 
 
 def tunable_device(name: str) -> torch.device:
     """The GPU of `--device`; ValueError for a CPU, or where no GPU is."""
-    import torch
-
-    from rl_consistency.tuning.tune import require_tunable
-
     if name != "cpu" and not torch.cuda.is_available():
-        raise ValueError(
-            "nothing to tune: no CUDA device is available here, and the CPU has one schedule for "
-            "each op."
-        )
+        text = "no CUDA device is available here, and the CPU has one schedule for each op."
+        raise ValueError(f"nothing to tune: {text}")
     device = chosen_device(name)
-    require_tunable(device)
+    tuning.require_tunable(device)
     return device
 
 

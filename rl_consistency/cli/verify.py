@@ -17,22 +17,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import triton
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from rl_consistency.cli.console import live_progress, report_mutants
+from rl_consistency.kernels.core import operand
 from rl_consistency.numerics.files import require_writable, write_output
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_consistency.verify.claims import Result
-    from rl_consistency.verify.mutants.run import MutantResult
-    from rl_consistency.verify.targets import Target
-    from rl_consistency.verify.world import Cell, Outcome
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.trainers.launch import refuse_many_processes
+from rl_consistency.verify import run as checks
+from rl_consistency.verify import world
+from rl_consistency.verify.claims import CLAIMS, Result
+from rl_consistency.verify.mutants import run as mutants
+from rl_consistency.verify.presets import PRESETS, known_presets
+from rl_consistency.verify.targets import (
+    Target,
+    default_targets,
+    directory_targets,
+    preset_targets,
+)
+from rl_consistency.verify.world import Cell, Outcome
 
 TARGETS = ("model", "preset", "quick", "full", "only", "processes")
 """Options that choose what the claims are checked on."""
@@ -48,7 +57,6 @@ PROCESS_BYTES = 6 * 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("--device", default="cpu", help="where to run (default: cpu)")
     model = parser.add_mutually_exclusive_group()
     text = "a Hugging Face model directory, in its own dtype"
@@ -82,31 +90,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 when every row is green, 1 when one is red."""
-    from rl_consistency.trainers.launch import refuse_many_processes
-
     refuse_many_processes()
     if args.json is not None:
         require_writable("--json", args.json)
-    device = chosen_device(args.device)
-    start = time.perf_counter()
+    device, start = chosen_device(args.device), time.perf_counter()
     if args.world is None:
         _refuse(args, WORLD_OPTIONS, "only --world takes them")
     if args.mutants:
-        others = WORLD_OPTIONS if args.world is not None else ()
-        _refuse(args, ("dtype", *TARGETS, *others), "--mutants runs on a model of its own")
+        _refuse(args, ("dtype", *TARGETS, *WORLD_OPTIONS), "--mutants runs on a model of its own")
     if args.world is not None:
         _refuse(args, TARGETS, "--world runs on a model of its own")
         passed, content = _run_world(args, device)
     elif args.mutants:
         passed, content = _run_mutants(device)
     else:
-        given = _targets(args, device), device, _processes(args, device), args.only or ()
-        passed, content = _run_claims(*given)
-        content["only"] = list(args.only or ())
+        passed, content = _run_claims(args, device)
     if args.json is not None:
         record = {"passed": passed, "seconds": time.perf_counter() - start}
-        from rl_consistency.numerics.fingerprint import fingerprint
-
         found = fingerprint(device)
         record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
         record["machine"] = _machine(device)
@@ -123,25 +123,17 @@ def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
 
 
 def _processes(args: argparse.Namespace, device: torch.device) -> int:
-    import torch
-
-    if args.processes is not None:
-        if args.processes < 1:
-            raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
-        return args.processes
-    if device.type != "cuda":
-        return 1
+    if args.processes is not None and args.processes < 1:
+        raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
+    if args.processes is not None or device.type != "cuda":
+        return args.processes or 1
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(len(os.sched_getaffinity(0)), free // PROCESS_BYTES, MOST_PROCESSES))
 
 
-def _run_claims(
-    targets: Sequence[Target], device: torch.device, processes: int, only: Sequence[str]
-) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.numerics.fingerprint import fingerprint
-    from rl_consistency.verify.run import run_checks
-
-    console, start = Console(), time.perf_counter()
+def _run_claims(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
+    targets, processes = _targets(args, device), _processes(args, device)
+    console, start, only = Console(), time.perf_counter(), args.only or ()
     with live_progress(console) as progress:
         task = progress.add_task(f"in {processes} processes", total=None)
 
@@ -149,7 +141,7 @@ def _run_claims(
             progress.update(task, advance=1, description=f"{result.key} ({result.scope})")
             _log(console, result)
 
-        results = run_checks(targets, only=only, processes=processes, on_result=finished)
+        results = checks.run_checks(targets, only=only, processes=processes, on_result=finished)
     for table in claims_tables(results):
         console.print(table)
     failed = [r for r in results if not r.passed]
@@ -162,7 +154,7 @@ def _run_claims(
     text += f"fingerprint {fingerprint(device).digest[:12]}"
     text += f", only {', '.join(only)}" if only else ""
     console.print(text, highlight=False)
-    return not failed, {"results": [asdict(r) for r in results]}
+    return not failed, {"results": [asdict(r) for r in results], "only": [*only]}
 
 
 def _log(console: Console, result: Result, mutant: str = "") -> None:
@@ -177,15 +169,13 @@ def _log(console: Console, result: Result, mutant: str = "") -> None:
 
 def claims_tables(results: Sequence[Result]) -> list[Table]:
     """One table per claim, one row per subject over all models and dtypes it was checked in."""
-    from rl_consistency.verify.claims import CLAIMS
-
     tables = []
     for claim, text in CLAIMS.items():
         own = [r for r in results if r.claim == claim]
         if not own:
             continue
-        table = Table(show_header=False, box=None, expand=True, title_justify="left")
-        table.title = f"[bold]{claim}  {text}"
+        title = f"[bold]{claim}  {text}"
+        table = Table(show_header=False, box=None, expand=True, title=title, title_justify="left")
         table.add_column(width=5, no_wrap=True)
         table.add_column(width=max(len(r.subject) for r in results), no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
@@ -196,43 +186,37 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
             verdict = "[green]holds[/]" if all(r.passed for r in rows) else "[red]RED[/]"
             figures = [r.figure for r in rows if r.figure is not None]
             varied = rows[0].what + (f": {max(figures):.2f} x stock" if figures else "")
-            cases = f"{sum(r.cases for r in rows):,}"
             # `model fp32`, `other fp32`, `model bf16`, ... -> `2 models fp32 bf16`.
             scopes = [r.scope.rpartition(" ") for r in rows]
             models, dtypes = ([*dict.fromkeys(scope[i] for scope in scopes)] for i in (0, 2))
-            names = models[0] if len(models) == 1 else f"{len(models)} models"
-            where = f"{names} {' '.join(dtypes)}".strip()
-            table.add_row(verdict, rows[0].subject, varied, where, cases)
+            names = models if len(models) == 1 else [f"{len(models)} models"]
+            where = " ".join([*names, *dtypes]).strip()
+            table.add_row(
+                verdict, rows[0].subject, varied, where, f"{sum(r.cases for r in rows):,}"
+            )
         tables.append(table)
     return tables
 
 
 def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.mutants.run import mutants_on, run_controls, run_mutant
-
     console, start = Console(), time.perf_counter()
-    mutants = mutants_on(device)
-    keys = list(dict.fromkeys(key for mutant in mutants for key in mutant.keys(device)))
-    found: list[MutantResult] = []
+    chosen = mutants.mutants_on(device)
+    keys = list(dict.fromkeys(key for mutant in chosen for key in mutant.keys(device)))
+    found: list[mutants.MutantResult] = []
     with live_progress(console) as progress:
-        task = progress.add_task("the unperturbed program", total=len(mutants) + 2)
-        controls = run_controls(keys, device)
-        for mutant in mutants:
+        task = progress.add_task("the unperturbed program", total=len(chosen) + 2)
+        controls = mutants.run_controls(keys, device)
+        for mutant in chosen:
             progress.update(task, advance=1, description=mutant.name)
-            found.append(run_mutant(mutant, device))
+            found.append(mutants.run_mutant(mutant, device))
             for result in found[-1].results:
                 _log(console, result, mutant.name)
         progress.update(task, advance=1, description="the program put back")
-        controls += run_controls(keys, device)
+        controls += mutants.run_controls(keys, device)
     return report_mutants(console, found, controls, time.perf_counter() - start)
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
-    import torch
-
-    from rl_consistency.verify.presets import PRESETS, known_presets
-    from rl_consistency.verify.targets import default_targets, directory_targets, preset_targets
-
     asked = dict.fromkeys(args.dtype or ())
     if unknown := [name for name in asked if name not in DTYPES]:
         text = f"canonical orders exist for {', '.join(DTYPES)}; fp8 has none."
@@ -254,10 +238,6 @@ def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
 
 def chosen_device(name: str) -> torch.device:
     """The device of `--device`; ValueError, with the remedy, for one that cannot be used."""
-    import torch
-
-    from rl_consistency.kernels.core.operand import require_device
-
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -265,10 +245,8 @@ def chosen_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: no CUDA device is available here; use --device cpu.")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"--device {name}: the canonical orders have no schedule for {device.type}; use "
-            "--device cpu or cuda."
-        )
+        why = f"the canonical orders have no schedule for {device.type}"
+        raise ValueError(f"--device {name}: {why}; use --device cpu or cuda.")
     if device.type == "cuda":
         # Not the device's own index: torch keeps 8 bits of it, and 256 would be 0.
         index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
@@ -276,15 +254,11 @@ def chosen_device(name: str) -> torch.device:
             raise ValueError(f"--device {name}: CUDA devices here: {count}; use an index below it.")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        require_device("verify", torch.empty(0, device=device))
+        operand.require_device("verify", torch.empty(0, device=device))
     return device
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """What the results were found on."""
-    import torch
-    import triton
-
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
@@ -297,7 +271,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _add_world_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of this mode of `verify`."""
     group = parser.add_argument_group("training on several processes")
     text = (
         "instead train a tiny run on so many processes each, 1 to 4, on a GPU one per GPU, and "
@@ -317,23 +290,19 @@ def _add_world_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Train every cell; whether there is one hash per dtype and algorithm, and the data."""
-    from rl_consistency.verify.world import STEPS, cells_of, failures
-
     worlds = _worlds(args, device)
     if args.mutants:
         return _run_world_mutants(worlds, device)
-    steps = STEPS if args.steps is None else args.steps
+    steps, axes = world.STEPS if args.steps is None else args.steps, _axes(args)
     if steps < 1:
         raise ValueError(f"--steps {steps}: at least 1 is needed.")
-    axes = _axes(args)
-    cells, start = cells_of(worlds, *axes), time.perf_counter()
+    cells, console, start = world.cells_of(worlds, *axes), Console(), time.perf_counter()
     runs = Counter(cell.kind for cell in cells)
     if min(runs.values(), default=0) < 2:
         found = ", ".join(f"{count} of {kind}" for kind, count in runs.items()) or "none"
         raise ValueError(f"runs: {found}; a single one compares nothing; narrow it less.")
-    console = Console()
     outcomes = _train(console, cells, steps, device)
-    why = {outcome.cell: text for outcome, text in failures(outcomes)}
+    why = {outcome.cell: text for outcome, text in world.failures(outcomes)}
     missing = _missing(*axes)
     console.print(hash_table(outcomes, why, missing))
     for cell, text in why.items():
@@ -341,11 +310,11 @@ def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, di
     for name, text in missing.items():
         console.print(f"[yellow]not run[/] {name}: {text}", highlight=False)
     tokens, wrong = sum(o.tokens for o in outcomes), sum(o.mismatched_tokens for o in outcomes)
-    same = "[green]one hash per dtype and algorithm[/]"
-    verdict = f"[red]{len(why)} runs differ or failed[/]" if why else same
-    text = f"{verdict}: {len(cells)} runs of {steps} steps, "
-    text += f"{wrong} of {tokens:,} tokens differ from the rollout's, "
-    console.print(f"{text}{time.perf_counter() - start:.0f} s", highlight=False)
+    text = "[green]one hash per dtype and algorithm[/]"
+    text = f"[red]{len(why)} runs differ or failed[/]" if why else text
+    text += f": {len(cells)} runs of {steps} steps, {wrong} of {tokens:,} tokens differ from the "
+    text += f"rollout's, {time.perf_counter() - start:.0f} s"
+    console.print(text, highlight=False)
     rows = [vars(o.cell) | vars(o) | {"failure": why.get(o.cell, "")} for o in outcomes]
     kept = [{k: v for k, v in row.items() if k not in ("cell", "mutant", "rows")} for row in rows]
     return not why, {"steps": steps, "cells": kept, "not_run": missing}
@@ -375,44 +344,34 @@ def hash_table(
 
 
 def _worlds(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
-    import torch
-
-    from rl_consistency.verify.world import WORLDS
-
     cuda = device.type == "cuda"
     if cuda and args.device != "cuda":
         raise ValueError(f"--device {args.device}: each process takes its own GPU; use cuda.")
-    most = torch.cuda.device_count() if cuda else WORLDS[-1]
-    possible = {str(size): size for size in WORLDS if size <= most}
+    most = torch.cuda.device_count() if cuda else world.WORLDS[-1]
+    possible = {str(size): size for size in world.WORLDS if size <= most}
     default = [*possible][: 2 if args.mutants else None]
     given = dict.fromkeys(args.world.split(",") if args.world else default)
     if refused := [text for text in given if text not in possible]:
-        allowed = f"1 to {WORLDS[-1]}"
-        if cuda:
-            allowed += f", and at most one for each of the {most} GPUs here"
-        raise ValueError(f"--world {refused[0]}: numbers of processes split by commas, {allowed}.")
+        gpus = f", and at most one for each of the {most} GPUs here" if cuda else ""
+        allowed = f"numbers of processes split by commas, 1 to {world.WORLDS[-1]}{gpus}"
+        raise ValueError(f"--world {refused[0]}: {allowed}.")
     if args.mutants and ("1" not in given or len(given) < 2):
         raise ValueError("--mutants compares 1 process with several: give --world 1,2 or more.")
     return tuple(possible[text] for text in given)
 
 
 def _axes(args: argparse.Namespace) -> tuple[list[Any], ...]:
-    """Strategies, micro-batches, dtypes and algorithms asked for."""
-    from rl_consistency.verify import world as cells
-
-    sizes = range(1, cells.LARGEST_MICRO_BATCH + 1)
-    found = []
-    for option, asked, default, known in (
-        ("strategy", args.strategy, cells.STRATEGIES, cells.STRATEGIES),
-        ("micro-batch", args.micro_batch, cells.MICRO_BATCHES, sizes),
-        ("dtype", args.dtype, cells.DTYPES, cells.DTYPES),
-        ("algorithm", args.algorithm, cells.ALGORITHMS, cells.ALGORITHMS),
+    sizes, found = range(1, world.LARGEST_MICRO_BATCH + 1), []
+    for option, asked, known in (
+        ("strategy", args.strategy, world.STRATEGIES),
+        ("micro-batch", args.micro_batch or world.MICRO_BATCHES, sizes),
+        ("dtype", args.dtype, world.DTYPES),
+        ("algorithm", args.algorithm, world.ALGORITHMS),
     ):
-        chosen = list(dict.fromkeys(asked or default))
-        if unknown := [name for name in chosen if name not in known]:
+        found.append(list(dict.fromkeys(asked or known)))
+        if unknown := [name for name in found[-1] if name not in known]:
             allowed = ", ".join(map(str, known))
             raise ValueError(f"--{option} {unknown[0]}: --world trains {allowed}.")
-        found.append(chosen)
     return tuple(found)
 
 
@@ -420,21 +379,17 @@ def _missing(
     strategies: Sequence[str], _: object, dtypes: Sequence[str], algorithms: Sequence[str]
 ) -> dict[str, str]:
     """What cannot be trained here, and why."""
-    from rl_consistency.verify.world import ALGORITHMS, DTYPES, left_out
-
     return {
-        f"{strategy} {DTYPES[dtype]}": why
+        f"{strategy} {world.DTYPES[dtype]}": why
         for strategy, dtype in product(strategies, dtypes)
-        if any(strategy in ALGORITHMS[name] for name in algorithms)
-        if (why := left_out(strategy, dtype))
+        if any(strategy in world.ALGORITHMS[name] for name in algorithms)
+        if (why := world.left_out(strategy, dtype))
     }
 
 
 def _train(
     console: Console, cells: Sequence[Cell], steps: int, device: torch.device
 ) -> list[Outcome]:
-    from rl_consistency.verify.world import run_cells
-
     with live_progress(console) as progress:
         task = progress.add_task("starting processes", total=len(cells))
 
@@ -444,12 +399,10 @@ def _train(
             if not console.is_terminal:
                 print(f"{outcome.failure or digest}  {name}, {outcome.seconds:.1f} s", flush=True)
 
-        return run_cells(cells, steps=steps, device=device.type, on_outcome=finished)
+        return world.run_cells(cells, steps=steps, device=device.type, on_outcome=finished)
 
 
 def _run_world_mutants(worlds: Sequence[int], device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.world import control_cells, judge
-
     console, start = Console(), time.perf_counter()
-    found, controls = judge(_train(console, control_cells(worlds), 1, device))
+    found, controls = world.judge(_train(console, world.control_cells(worlds), 1, device))
     return report_mutants(console, found, controls, time.perf_counter() - start)

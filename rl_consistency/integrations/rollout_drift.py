@@ -40,7 +40,6 @@ class _Drawn(NamedTuple):
 class _MicroBatch(NamedTuple):
     """What a trainer scored, on the model's device: comparing it at once would wait for that."""
 
-    first: bool
     input_ids: Tensor  # [B, L]
     tokens: Tensor  # [B, L] bool, False at padding
     mask: Tensor  # [B, L-1] bool
@@ -92,7 +91,7 @@ class RolloutDrift(TrainerCallback):
         self._prompts: dict[tuple[int, ...], list[int]] = {}
         """Prompt -> its number in the rollout, and how many completions it has."""
         self._uncompared = 0
-        self._pending: list[_MicroBatch] = []
+        self._pending: dict[str, list[_MicroBatch]] = {FIRST: [], LATER: []}
         self._mismatch: tuple[DriftReport, list[_Compared]] | None = None
         self._told = sampling is None
 
@@ -123,9 +122,9 @@ class RolloutDrift(TrainerCallback):
 
     def observe(self, input_ids: Tensor, tokens: Tensor, scores: LabelLogprobs) -> None:
         """Take in a micro-batch of training; see `LabelAnswer`."""
-        first = self._sampled_at == self._trainer.state.global_step
-        scored = scores.mask, scores.logprobs.detach()
-        self._pending.append(_MicroBatch(first, input_ids, tokens, *scored, scores.routing))
+        prefix = FIRST if self._sampled_at == self._trainer.state.global_step else LATER
+        scored = scores.mask, scores.logprobs.detach(), scores.routing
+        self._pending[prefix].append(_MicroBatch(input_ids, tokens, *scored))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._compare()
@@ -147,9 +146,8 @@ class RolloutDrift(TrainerCallback):
 
     def _compare(self) -> None:
         """Compare what was observed."""
-        pending, self._pending = self._pending, []
-        for prefix in (FIRST, LATER):
-            batches = [batch for batch in pending if batch.first is (prefix == FIRST)]
+        pending, self._pending = self._pending, {FIRST: [], LATER: []}
+        for prefix, batches in pending.items():
             found = [each for batch in batches for each in self._scored(batch)]
             if not found:
                 continue

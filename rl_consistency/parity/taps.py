@@ -115,17 +115,6 @@ class Taps:
         assert len(tokens) == self._firsts[-1], "a token was tapped twice, or never"
         return rows[tokens.argsort()]
 
-    def begin(self, layout: Any, num_rows: int) -> None:
-        """The next reports are of a call of so many rows in this layout."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        spans = layout.query_starts, layout.query_lens, layout.context_lens
-        for member, start, queries, context in zip(self.members, *spans, strict=True):
-            rows += range(start, start + queries)
-            end = self._firsts[member] + context
-            tokens += range(end - queries, end)
-        self._at = torch.tensor(rows), torch.tensor(tokens), num_rows
-
     def gave(self, tap: Tap, value: Tensor, reader: Tap | None = None) -> None:
         """An op's output; `reader`: the only op that reads it, whose gradient arrives there."""
         if self._only in (None, tap):
@@ -167,11 +156,18 @@ class Taps:
     # the module.
 
     def _call(self, run: _Call, _: str, model: Any, *call: Any) -> Any:
-        ids, _, layout, *rows = call
-        self.begin(layout, ids.shape[0])
+        ids, _, layout, *wanted = call
+        rows: list[int] = []
+        tokens: list[int] = []
+        spans = layout.query_starts, layout.query_lens, layout.context_lens
+        for member, start, queries, context in zip(self.members, *spans, strict=True):
+            rows += range(start, start + queries)
+            end = self._firsts[member] + context
+            tokens += range(end - queries, end)
+        self._at = torch.tensor(rows), torch.tensor(tokens), ids.shape[0]
         # All rows are taken, in every layer.
         found = run(model, *call[:3])
-        return found.index_select(0, rows[0]) if rows and rows[0] is not None else found
+        return found.index_select(0, wanted[0]) if wanted and wanted[0] is not None else found
 
     def _leaf(self, run: _Call, name: str, module: Any, x: Tensor) -> Any:
         if name == LM_HEAD or module is self._inside:

@@ -207,7 +207,10 @@ class Scheduler:
                 statistics.discarded_rows += len(sampled)
                 continue
             known = len(sequence.token_ids)
-            self._append(chunk, sampled)
+            if chunk.draft:
+                self._append_behind_draft(chunk, sampled)
+            else:
+                sequence.append(*sampled[0])
             num_tokens = len(sequence.token_ids)
             statistics.decode_tokens += num_tokens - known
             if sequence.error is not None:
@@ -226,21 +229,20 @@ class Scheduler:
                 self._blocks.publish(sequence)
         return ended
 
-    def _append(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
+    def _append_behind_draft(self, chunk: ScheduledChunk, sampled: SampledTokens) -> None:
         """Keep the first sampled token, and each further one whose guess before it was right."""
         sequence, draft, known = chunk.sequence, chunk.draft, chunk.sequence.num_tokens
-        accepted = num_accepted(draft, [token_id for token_id, *_ in sampled]) if draft else 0
+        accepted = num_accepted(draft, [token_id for token_id, *_ in sampled])
         for row in sampled[: 1 + accepted]:
             sequence.append(*row)
             if sequence.is_finished:
                 break
-        if not draft or sequence.speculator is None:
-            return
         sequence.num_drafted = 0
         if sequence.slot is not None:  # else it was preempted: nothing is computed
             # The keys of the guesses kept, behind the last token known before, are computed too.
             sequence.num_computed_tokens += max(sequence.num_tokens - known - 1, 0)
-        sequence.speculator.observe(sequence.num_tokens, len(draft), accepted)
+        if sequence.speculator is not None:
+            sequence.speculator.observe(sequence.num_tokens, len(draft), accepted)
         self.statistics.drafted_tokens += len(draft)
         self.statistics.accepted_tokens += accepted
 

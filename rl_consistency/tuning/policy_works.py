@@ -23,13 +23,7 @@ from rl_consistency.kernels.core.findings import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.cuda import STATISTICS_CHUNK
-from rl_consistency.models.families import (
-    ACTIVATIONS,
-    HEAD_NORMS,
-    SPARSE,
-    check_config,
-    num_experts,
-)
+from rl_consistency.models import families
 from rl_consistency.models.sharding import unwrapped
 
 TUNED_COLUMNS = 8
@@ -39,10 +33,8 @@ FP32 = torch.float32
 
 DECODE_ROWS = 512
 """The most rows of a decode step that are tuned for."""
-
 DECODE_STEPS = 64
 """A rollout decodes so many times per training batch, at least; it orders the launches."""
-
 LEAST_TRAINING_ROWS = 256
 """A micro-batch has at least so many tokens."""
 
@@ -60,7 +52,7 @@ def policy_works(
         TypeError: a dtype without one.
         ValueError: fewer than 1 row.
     """
-    check_config(config)
+    families.check_config(config)
     if dtype not in DTYPES:
         raise TypeError(f"no canonical order for {dtype}; allowed: {', '.join(map(str, DTYPES))}.")
     if type(rows) is not int or rows < 1:
@@ -83,10 +75,8 @@ def policy_config(model: nn.Module) -> tuple[Any, torch.dtype]:
     config = getattr(policy, "config", None)
     parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
     if config is None or parameter is None:
-        raise TypeError(
-            f"tune takes a Hugging Face causal LM, got {type(model).__name__}; give the model "
-            "that is patched."
-        )
+        what = f"got {type(model).__name__}; give the model that is patched."
+        raise TypeError(f"tune takes a Hugging Face causal LM, {what}")
     return config, parameter.dtype
 
 
@@ -98,12 +88,10 @@ def fewer_rows(rows: int) -> int:
 def with_fewer(works: Iterable[Launch], fewer: Iterable[Launch]) -> list[Launch]:
     """Launches by entry, each with that of `fewer` whose rows share its bucket and are not its
     own."""
-    by_entry = {work.entry: work for work in fewer}
-    found = {work.entry: work for work in works}
-    for entry, work in found.items():
-        other = by_entry.get(entry)
-        if other is not None and other.shape != work.shape:
-            found[entry] = replace(work, fewer=other)
+    others, found = {work.entry: work for work in fewer}, {work.entry: work for work in works}
+    for entry in others.keys() & found.keys():
+        if others[entry].shape != found[entry].shape:
+            found[entry] = replace(found[entry], fewer=others[entry])
     return list(found.values())
 
 
@@ -125,29 +113,28 @@ def _layer_forward(config: Any, setting: Setting, m: int, steps: float) -> Calls
     hidden, calls = config.hidden_size, config.num_hidden_layers * steps
     heads, kv_heads, dim = _heads(config)
     columns = heads * dim, kv_heads * dim, kv_heads * dim
-    one_qkv = fuses_qkv(m, columns, setting.dtype)
-    if one_qkv:
+    if one_qkv := fuses_qkv(m, columns, setting.dtype):
         yield calls, launches.qkv(setting, m, columns, hidden)
     for (n, k), count in Counter(_attention_weights(config, qkv=not one_qkv)).items():
         yield calls * count, product(setting, "nt", m, n, k)
+    activation = _activation(config)
     if sparse := steps * sparse_layers(config):
         inner, experts, top_k = _expert_sizes(config)
         sizes = m, top_k, experts
         yield sparse, product(setting, "nt", m, experts, hidden, FP32)
-        gated = expert_product(setting, "gate_up", *sizes, inner, hidden, _activation(config))
-        yield sparse, gated
+        yield sparse, expert_product(setting, "gate_up", *sizes, inner, hidden, activation)
         yield sparse, expert_product(setting, "nt", *sizes, hidden, inner)
     if dense := calls - sparse:
         inner = config.intermediate_size
         if fuses_gate_up(m, inner, setting.dtype, has_tma(setting.device)):
-            yield dense, launches.gate_up(setting, m, inner, hidden, _activation(config))
+            yield dense, launches.gate_up(setting, m, inner, hidden, activation)
         else:
-            yield dense, launches.gated(setting, "forward", m, inner, _activation(config))
+            yield dense, launches.gated(setting, "forward", m, inner, activation)
             yield 2 * dense, product(setting, "nt", m, inner, hidden)
         yield dense, product(setting, "nt", m, hidden, inner)
     for adds in (False, True):
         yield calls, launches.norm_forward(setting, m, hidden, adds=adds)
-    if config.model_type in HEAD_NORMS:
+    if config.model_type in families.HEAD_NORMS:
         for count in (heads, kv_heads):
             yield calls, launches.norm_forward(setting, m * count, dim)
     yield calls, launches.rotation(setting, m, heads, kv_heads, dim)
@@ -156,8 +143,8 @@ def _layer_forward(config: Any, setting: Setting, m: int, steps: float) -> Calls
 def _layer_backward(config: Any, setting: Setting, m: int) -> Calls:
     """The gradients of all layers for a micro-batch of m rows."""
     hidden, calls = config.hidden_size, config.num_hidden_layers
-    sparse = sparse_layers(config)
-    inner, dense = config.intermediate_size, calls - sparse
+    inner, sparse = config.intermediate_size, sparse_layers(config)
+    dense = calls - sparse
     weights = [(n, k, calls * c) for (n, k), c in Counter(_attention_weights(config)).items()]
     if dense:
         weights += [(inner, hidden, 2 * dense), (hidden, inner, dense)]
@@ -192,7 +179,7 @@ def _head(config: Any, setting: Setting, rows: int) -> Calls:
 
 def sparse_layers(config: Any) -> int:
     """How many layers of a configuration have experts."""
-    if config.model_type not in SPARSE or not num_experts(config):
+    if config.model_type not in families.SPARSE or not families.num_experts(config):
         return 0
     step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ())
     return sum(
@@ -204,11 +191,11 @@ def sparse_layers(config: Any) -> int:
 def _expert_sizes(config: Any) -> tuple[int, int, int]:
     """Inner width, experts, and experts of a row."""
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return inner, num_experts(config), config.num_experts_per_tok
+    return inner, families.num_experts(config), config.num_experts_per_tok
 
 
 def _activation(config: Any) -> str:
-    return ACTIVATIONS[getattr(config, "hidden_act", "silu")]
+    return families.ACTIVATIONS[getattr(config, "hidden_act", "silu")]
 
 
 def _heads(config: Any) -> tuple[int, int, int]:

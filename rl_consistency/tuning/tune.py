@@ -44,7 +44,7 @@ ROOM = 3
 MARGIN = 0.98
 """A challenger takes at most this share of the default's time."""
 
-SCREEN_ROUNDS = 3
+SCREEN_ROUNDS = 3, 3
 NEAR = 1.2
 """Candidates that take at most so many times the fastest one's time go on, `FINALISTS` at most."""
 FINALISTS = 4
@@ -72,7 +72,7 @@ class Outcome:
         return self.default_us / self.winner_us
 
 
-Tell = Callable[[Outcome | None, str], None]
+Tell = Callable[[Outcome | None, str], object]
 """Called with each outcome, and before it with None and the name of the launch."""
 
 
@@ -141,10 +141,8 @@ def tune(
 def require_tunable(device: torch.device) -> None:
     """ValueError unless the device is a GPU with schedules to choose from, and the current one."""
     if device.type != "cuda":
-        raise ValueError(
-            f"nothing to tune on {device}: the CPU has one schedule for each op. Move the model to "
-            "a GPU."
-        )
+        why = "the CPU has one schedule for each op. Move the model to a GPU."
+        raise ValueError(f"nothing to tune on {device}: {why}")
     require_device("tune", torch.empty(0, device=device))
 
 
@@ -152,13 +150,9 @@ def tune_device(works: Sequence[Launch], device: torch.device, **options: Any) -
     """Tune launches on a GPU and keep the winners among those of the device; for the options see
     `tune_works`."""
     started = time.perf_counter()
-
-    def clock() -> float:
-        return time.perf_counter() - started
-
+    options["clock"] = lambda: time.perf_counter() - started
     with numeric_settings(), torch.no_grad():
-        bench, store = ColdDevice(device), findings_of(device)
-        report = tune_works(works, bench, store, clock=clock, **options)
+        report = tune_works(works, ColdDevice(device), findings_of(device), **options)
     torch.cuda.empty_cache()  # the process goes on with other work
     return report
 
@@ -176,43 +170,39 @@ def tune_works(
     """Tune launches one by one until the budget is spent; `clock` gives seconds since the start."""
     outcomes: list[Outcome] = []
     left_out: dict[str, str] = {}
+    tell = tell or (lambda outcome, name: None)
     for work in works:
         needed = ROOM * work.moved
         if clock() >= budget:
             left_out[work.entry] = f"the budget of {budget:g} s was spent"
-            continue
-        if needed > bench.free_bytes():
+        elif needed > bench.free_bytes():
             left_out[work.entry] = f"it needs {needed / 2**30:.1f} GiB of free memory"
-            continue
-        if tell is not None:
+        else:
             tell(None, work.key)
-        try:
-            outcomes.append(measured(work, bench, store, again=again))
-        except torch.OutOfMemoryError:
-            left_out[work.entry] = "the GPU's memory ran out"
-            continue
-        if tell is not None:
-            tell(outcomes[-1], work.key)
+            try:
+                outcomes.append(measured(work, bench, store, again=again))
+                tell(outcomes[-1], work.key)
+            except torch.OutOfMemoryError:
+                left_out[work.entry] = "the GPU's memory ran out"
     path = str(store.path or "")
     return TuningReport(outcomes=outcomes, left_out=left_out, path=path, seconds=clock())
 
 
 def race(timers: Mapping[str, Timer], default: str) -> Winner:
     """The winner of some timers by median seconds; `default` unless a challenger beats it twice."""
-    screened = _medians(interleaved(timers, seconds=0.0, least=SCREEN_ROUNDS, most=SCREEN_ROUNDS))
+    screened = _medians(timers, timers, 0.0, SCREEN_ROUNDS)
     limit = NEAR * min(screened.values())
     near = [name for name in sorted(screened, key=screened.__getitem__) if screened[name] <= limit]
-    times = _finals(timers, [default, *near[:FINALISTS]])
+    times = _medians(timers, [default, *near[:FINALISTS]], FINAL_SECONDS, FINAL_ROUNDS)
     best = fastest(times)
     if best != default and times[best] <= MARGIN * times[default]:
-        times = _finals(timers, [default, best])
+        times = _medians(timers, [default, best], FINAL_SECONDS, FINAL_ROUNDS)
     if times[best] > MARGIN * times[default]:
         best = default
     return Winner(best, 1e6 * times[best], 1e6 * times[default])
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
-    """The name with the least time."""
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -275,31 +265,21 @@ def _raced(
 
 def _holds_for_fewer(work: Launch, winner: str, bench: ColdDevice, store: Findings) -> bool:
     """Whether the rule's own schedule for fewer rows of the bucket does not beat a winner there."""
-    fewer = work.fewer
-    if fewer is None or fewer.default == winner:
+    if work.fewer is None or work.fewer.default == winner:
         return True
-    return _raced(fewer, bench, store, winner, [winner]).schedule == winner
+    return _raced(work.fewer, bench, store, winner, [winner]).schedule == winner
 
 
 def _outcome(work: Launch, store: Findings, found: Winner, *, known: bool = False) -> Outcome:
-    names = {name: of_work(work.entry, name) for name in work.candidates}
-    withdrawn = store.withdrawn
-    return Outcome(
-        work=work,
-        default=work.default,
-        default_us=found.default_us,
-        winner=found.schedule,
-        winner_us=found.us,
-        withdrawn={name: withdrawn[of] for name, of in names.items() if of in withdrawn},
-        known=known,
-    )
+    reasons = {name: store.withdrawn.get(of_work(work.entry, name)) for name in work.candidates}
+    withdrawn = {name: why for name, why in reasons.items() if why is not None}
+    of: Any = {"default": work.default, "default_us": found.default_us, "winner_us": found.us}
+    return Outcome(work=work, **of, winner=found.schedule, withdrawn=withdrawn, known=known)
 
 
-def _finals(timers: Mapping[str, Timer], names: Iterable[str]) -> dict[str, float]:
-    least, most = FINAL_ROUNDS
-    chosen = {name: timers[name] for name in names}
-    return _medians(interleaved(chosen, seconds=FINAL_SECONDS, least=least, most=most))
-
-
-def _medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _medians(
+    timers: Mapping[str, Timer], names: Iterable[str], seconds: float, rounds: tuple[int, int]
+) -> dict[str, float]:
+    chosen, (least, most) = {name: timers[name] for name in names}, rounds
+    samples = interleaved(chosen, seconds=seconds, least=least, most=most)
     return {name: median(values) for name, values in samples.items()}

@@ -70,6 +70,10 @@ class Tally:
                 self.detail = f"{case}: {detail}" if detail else case
         return holds
 
+    def result(self, seconds: float, **row: str) -> Result:
+        """What was found, as a row of `verify`."""
+        return Result(**row, **asdict(self), passed=self.passed, seconds=seconds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
@@ -116,5 +120,4 @@ class Check(_Row):
         if not tally.cases:
             tally.detail = "nothing was compared"
         row = {"claim": self.claim, "subject": self.subject, "scope": self.scope, "what": self.what}
-        seconds = time.perf_counter() - start
-        return Result(**row, **asdict(tally), passed=tally.passed, seconds=seconds)
+        return tally.result(time.perf_counter() - start, **row)

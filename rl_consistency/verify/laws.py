@@ -93,17 +93,16 @@ def case_rows_alike(
     tally: Tally, case: Case, rows: int, counts: Iterable[int] = ROW_COUNTS, op: Op | None = None
 ) -> None:
     """`rows_alike` of a case's results, and of the gradients of its rows; of `op` in its place."""
-    counts, run = list(counts), op or case.call
+    counts, run, n = list(counts), op or case.call, len(case.rows)
     operands, dys = case.draw(rows, 1), case.draw_dys(rows, 1)
-    own, shared = operands[: len(case.rows)], operands[len(case.rows) :]
+    own, shared = operands[:n], operands[n:]
     names = [name for name in case.rows if name in case.gradients]
 
     def results(*xs: Tensor) -> Tensor:
         return rows_of(*as_tuple(run(*xs, *shared)))
 
     def gradients(*xs: Tensor) -> Tensor:
-        given = *xs[: len(own)], *shared
-        return rows_of(*case_gradients(case, run, given, xs[len(own) :], names))
+        return rows_of(*case_gradients(case, run, (*xs[:n], *shared), xs[n:], names))
 
     rows_alike(tally, case.size, results, *own, counts=counts)
     if names:
@@ -129,8 +128,7 @@ def case_ways_alike(tally: Tally, case: Case, rows: int) -> None:
 def case_cuts_alike(tally: Tally, case: Case, rows: int, op: Op | None = None) -> None:
     """Gradients of a case's parameters in one call are those of the same tokens cut, with filler
     rows, whose gradient is zero, and repeated; of `op`, which has no buffers, in its place."""
-    operands, dys = case.draw(rows, 1), case.draw_dys(rows, 1)
-    count = len(case.rows)
+    operands, dys, count = case.draw(rows, 1), case.draw_dys(rows, 1), len(case.rows)
     inputs = (*operands[:count], *dys)
     filler = [case.filler.get(name, 0.0) for name in case.rows] + [0.0] * len(dys)
     shared = [

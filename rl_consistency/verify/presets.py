@@ -41,32 +41,22 @@ def _llama3_rope(theta: float, factor: float, original: int) -> dict[str, Any]:
     return _rope(theta, "llama3", **factors, original_max_position_embeddings=original)
 
 
+_LLAMA = {"attention_bias": True, "mlp_bias": True}
+_LLAMA |= {"rope_parameters": _llama3_rope(10000.0, 8.0, 256)}
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 12, "num_experts_per_tok": 3}
+_EXPERTS |= {"norm_topk_prob": True, "mlp_only_layers": [0]}
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 100}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny-qwen3": _sized("qwen3", *_TINY, tie_word_embeddings=True),
-    "tiny-llama": _sized(
-        "llama",
-        *_TINY,
-        attention_bias=True,
-        mlp_bias=True,
-        rope_parameters=_llama3_rope(10000.0, 8.0, 256),
-    ),
+    "tiny-llama": _sized("llama", *_TINY, **_LLAMA),
     "tiny-qwen2": _sized("qwen2", *_TINY, tie_word_embeddings=True),
     "tiny-mistral": _sized("mistral", *_TINY, sliding_window=100),
-    "tiny-qwen3-moe": _sized(
-        "qwen3_moe",
-        *_TINY,
-        moe_intermediate_size=48,
-        num_experts=12,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-    ),
+    "tiny-qwen3-moe": _sized("qwen3_moe", *_TINY, **_EXPERTS),
     "tiny-olmoe": _sized(
         "olmoe", 331, 96, 48, 2, 6, 2, 16, 2048, 0, 1, num_experts=8, num_experts_per_tok=2
     ),
-    "tiny-mixtral": _sized(
-        "mixtral", *_TINY, num_local_experts=4, num_experts_per_tok=2, sliding_window=100
-    ),
+    "tiny-mixtral": _sized("mixtral", *_TINY, **_MIXTRAL),
 }
 """Tiny model -> its whole configuration; one of every family."""
 
@@ -114,25 +104,18 @@ def preset_config(name: str, *, num_layers: int | None = None) -> PreTrainedConf
     if name not in known_presets():
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
     options = dict({**PRESETS, **REAL_PRESETS}[name])
-    if num_layers is not None:
-        most = options["num_hidden_layers"]
-        if not 1 <= num_layers <= most:
-            raise ValueError(f"{name} has {most} layers; num_layers is {num_layers}.")
-        options["num_hidden_layers"] = num_layers
+    most = options["num_hidden_layers"]
+    options["num_hidden_layers"] = most if num_layers is None else num_layers
+    if not 1 <= options["num_hidden_layers"] <= most:
+        raise ValueError(f"{name} has {most} layers; num_layers is {num_layers}.")
     return AutoConfig.for_model(options.pop("model_type"), **options)
 
 
 def build_preset(
-    name: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    num_layers: int | None = None,
+    name: str, dtype: torch.dtype = torch.float32, *, num_layers: int | None = None, **options: Any
 ) -> nn.Module:
     """A preset as `build_lifelike` makes it, cut to its first layers if a number is given."""
-    config = preset_config(name, num_layers=num_layers)
-    return build_lifelike(config, dtype, seed=seed, device=device)
+    return build_lifelike(preset_config(name, num_layers=num_layers), dtype, **options)
 
 
 def build_lifelike(

@@ -24,6 +24,8 @@ from rl_consistency.verify.claims import Check, Result
 
 LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attention")
 """Scopes that are begun first, so that none of them is the last to end; then the largest."""
+UNSENT = pickle.PickleError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+"""What an error raises that cannot be sent to another process."""
 CONTEXT_BYTES = 2**30
 """Device memory that a process takes whatever it runs: context, kernels, stacks."""
 
@@ -152,14 +154,7 @@ def _run_job(job: Job) -> list[Result]:
     except BaseException as error:
         try:
             arrives = type(pickle.loads(pickle.dumps(error))) is type(error)
-        except (
-            pickle.PickleError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):
+        except UNSENT:
             arrives = False
         if not arrives:  # it would break the pool
             raise RuntimeError("".join(traceback.format_exception(error))) from None

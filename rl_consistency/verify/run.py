@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,14 +13,7 @@ from rl_consistency.cases.case import CPU, TINY_SHAPES
 from rl_consistency.cases.table import CASES, PARTS
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.verify.checks import (
-    attention,
-    identity,
-    ops,
-    rollout,
-    schedules,
-    whole_model,
-)
+from rl_consistency.verify.checks import attention, identity, ops, rollout, schedules, whole_model
 from rl_consistency.verify.checks.accuracy import check_accuracy
 from rl_consistency.verify.checks.whole_model import Chain
 from rl_consistency.verify.claims import Check, Result, Tally
@@ -122,20 +115,23 @@ LARGE_PARAMETERS = 50_000_000
 
 def process_checks(device: torch.device = CPU) -> list[Check]:
     """Checks that no model or dtype takes part in."""
-    return [_check(*row, "process", device=device) for row in PROCESS_CHECKS]
+    return _checks(PROCESS_CHECKS, "process", device=device)
 
 
 def op_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every op in one dtype, at one set of sizes."""
-    return _op_checks(OP_CHECKS, setup)
+    rows = [(*row, partial(_with_settings, check=check)) for *row, check in OP_CHECKS]
+    return _checks(rows, _scope(setup), setup=setup)
 
 
 def schedule_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every table of schedules, on a GPU; else none."""
-    if setup.device.type != "cuda":
-        return []
-    what = "every entry of the table"
-    return _op_checks([("C1", f"schedules: {op}", what, c) for op, c in SCHEDULE_CHECKS], setup)
+    rows = [
+        ("C1", f"schedules: {op}", "every entry of the table", partial(_with_settings, check=check))
+        for op, check in SCHEDULE_CHECKS
+        if setup.device.type == "cuda"
+    ]
+    return _checks(rows, _scope(setup), setup=setup)
 
 
 @contextmanager
@@ -145,7 +141,7 @@ def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     # Checks look at ops, one by one; one check captures the layers itself.
     with patch(model, grad_dtype=torch.float32, cuda_graphs=False):
         built = Chain(model, target.sweep)
-        yield [_check(*row, target.scope, chain=built) for row in chain_rows(target.dtype)]
+        yield _checks(chain_rows(target.dtype), target.scope, chain=built)
 
 
 def chain_rows(dtype: torch.dtype) -> list[tuple[str, str, str, ChainCheck]]:
@@ -153,22 +149,21 @@ def chain_rows(dtype: torch.dtype) -> list[tuple[str, str, str, ChainCheck]]:
     return [row for row in CHAIN_CHECKS if row[0] != "C3" or dtype != torch.float16]
 
 
-def _op_checks(rows: Sequence[tuple[str, str, str, OpCheck]], setup: OpSetup) -> list[Check]:
-    scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
-    given = {"body": _with_settings, "scope": scope, "setup": setup}
-    return [_check(claim, op, what, check=check, **given) for claim, op, what, check in rows]
+def _checks(rows: Iterable[Any], scope: str, **given: Any) -> list[Check]:
+    return [
+        Check(claim=claim, subject=subject, scope=scope, what=what, body=partial(body, **given))
+        for claim, subject, what, body in rows
+    ]
+
+
+def _scope(setup: OpSetup) -> str:
+    return f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
 
 
 def _with_settings(tally: Tally, check: OpCheck, setup: OpSetup) -> None:
     # As inside a patched model; without them no library product is a schedule.
     with numeric_settings():
         check(tally, setup)
-
-
-def _check(
-    claim: str, subject: str, what: str, body: Callable[..., None], scope: str, **given: Any
-) -> Check:
-    return Check(claim=claim, subject=subject, what=what, scope=scope, body=partial(body, **given))
 
 
 def op_setups(targets: Sequence[Target]) -> list[OpSetup]:

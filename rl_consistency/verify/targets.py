@@ -48,15 +48,13 @@ def default_targets(
     On a CPU: the first preset over the full sweep and the other families over a smaller one. On a
     GPU: all of these and the smallest model of real shape over one sweep.
     """
-    cuda = device.type == "cuda"
-    names = (*PRESETS, next(iter(REAL_PRESETS))) if cuda else tuple(PRESETS)
-    return [
-        target
-        for i, name in enumerate(names)
-        for target in preset_targets(
-            name, dtypes, device=device, quick=quick or (i > 0 and not cuda)
-        )
-    ]
+    first, *others = PRESETS
+    targets = preset_targets(first, dtypes, device=device, quick=quick)
+    if cuda := device.type == "cuda":
+        others.append(next(iter(REAL_PRESETS)))
+    for name in others:
+        targets += preset_targets(name, dtypes, device=device, quick=quick or not cuda)
+    return targets
 
 
 def preset_targets(
@@ -76,10 +74,8 @@ def preset_targets(
     layers = 2 if real and quick else None
     config = preset_config(name, num_layers=layers)
     if real and not cuda:
-        raise ValueError(
-            f"preset {name!r} has its real shapes, which take hours on a CPU; run it with --device "
-            f"cuda, or choose one of {', '.join(PRESETS)}."
-        )
+        text = f"preset {name!r} has its real shapes, which take hours on a CPU; run it with "
+        raise ValueError(f"{text}--device cuda, or choose one of {', '.join(PRESETS)}.")
     build = partial(build_preset, name, device=device, num_layers=layers)
     shapes = shapes_of(name, config) if real else TINY_SHAPES
     chosen = dtypes or (DTYPES if cuda else DTYPES[:2])
@@ -97,18 +93,14 @@ def directory_targets(
     without canonical orders is a ValueError."""
     if not (directory / "config.json").is_file():
         what = "has no config.json" if directory.is_dir() else "is not a directory"
-        raise FileNotFoundError(
-            f"{directory} {what}; --model takes a directory written by save_pretrained."
-        )
+        text = f"{directory} {what}; --model takes a directory written by save_pretrained."
+        raise FileNotFoundError(text)
     config = read_config(directory)
     check_config(config)
     chosen = list(dtypes) or [getattr(config, "dtype", None) or torch.float32]
     if unknown := [dtype for dtype in chosen if dtype not in DTYPES]:
-        allowed = ", ".join(map(str, DTYPES))
-        raise ValueError(
-            f"{directory} is in {unknown[0]}; canonical orders exist for {allowed}. Choose one "
-            "with --dtype."
-        )
+        allowed = f"canonical orders exist for {', '.join(map(str, DTYPES))}"
+        raise ValueError(f"{directory} is in {unknown[0]}; {allowed}. Choose one with --dtype.")
     build = partial(_load, directory, device)
     return _targets(directory.name, config, chosen, device, quick, build)
 

@@ -22,11 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from rl_consistency.numerics.files import write_whole
 from rl_consistency.trainers.config.recipe import RunConfig
@@ -34,7 +30,7 @@ from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 from rl_consistency.trainers.strategies import zero
 from rl_consistency.trainers.strategies.build import STRATEGIES
-from rl_consistency.verify.claims import Result
+from rl_consistency.verify.claims import Result, Tally
 from rl_consistency.verify.mutants.run import MutantResult
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 from rl_consistency.verify.processes import end_with_parent, start_method
@@ -53,8 +49,6 @@ REFUSED = {("zero1", "bfloat16"): "refused by design; zero2 takes it"}
 """What a strategy does not train."""
 ALGORITHMS = {"grpo": tuple(STRATEGIES), "ppo": ("replicated",)}
 """The strategies of each: no rank keeps a shard of a critic."""
-Cells = Mapping[int, "Cell"]
-"""Place among all cells -> cell."""
 RELEASED = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -164,14 +158,11 @@ def failures(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, str]]:
 def control_cells(worlds: Sequence[int]) -> list[Cell]:
     """Each wrong program, and the right one, in every strategy that must show it."""
     keys = {"": [key for m in WORLD_MUTANTS for key in m.caught_by]}
-    strategies = {
-        name: dict.fromkeys(key.removeprefix("C4 ") for key in own)
-        for name, own in (keys | {m.name: list(m.caught_by) for m in WORLD_MUTANTS}).items()
-    }
+    keys |= {m.name: [*m.caught_by] for m in WORLD_MUTANTS}
     return [
         Cell(dtype="float32", strategy=strategy, micro_batch=4, world_size=size, mutant=mutant)
-        for mutant, own in strategies.items()
-        for strategy in own
+        for mutant, own in keys.items()
+        for strategy in dict.fromkeys(key.removeprefix("C4 ") for key in own)
         for size in worlds
         if not left_out(strategy, "float32")
     ]
@@ -187,23 +178,14 @@ def judge(outcomes: Sequence[Outcome]) -> tuple[list[MutantResult], list[Result]
 
 
 def _results(outcomes: Sequence[Outcome], mutant: str) -> Iterator[Result]:
-    """The results of a mutant's runs, one per strategy."""
+    row = {"claim": "C4", "scope": "fp32", "what": "number of processes"}
     own = [outcome for outcome in outcomes if outcome.cell.mutant == mutant]
     for strategy in dict.fromkeys(outcome.cell.strategy for outcome in own):
-        runs = [outcome for outcome in own if outcome.cell.strategy == strategy]
-        failed = list(failures(runs))
-        yield Result(
-            claim="C4",
-            subject=strategy,
-            scope="fp32",
-            what="number of processes",
-            cases=len(runs),
-            mismatches=len(failed),
-            passed=not failed,
-            detail=f"{failed[0][0].cell.name}: {failed[0][1]}" if failed else "",
-            figure=None,
-            seconds=sum(outcome.seconds for outcome in runs),
-        )
+        tally, runs = Tally(), [o for o in own if o.cell.strategy == strategy]
+        why = {outcome.cell: text for outcome, text in failures(runs)}
+        for outcome in runs:
+            tally.expect(outcome.cell.name, outcome.cell not in why, why.get(outcome.cell, ""))
+        yield tally.result(sum(o.seconds for o in runs), subject=strategy, **row)
 
 
 def digit_share(
@@ -268,8 +250,9 @@ def run_cells(
 
 
 def _run_group(
-    cells: Cells, world_size: int, steps: int, device: str, folder: Path, add: Callable[..., None]
-) -> None:
+    cells: dict[int, Cell], world_size: int, steps: int, device: str, folder: Path,
+    add: Callable[..., None],
+) -> None:  # fmt: skip
     """Run cells of one number of processes up to the end, or to the first that fails."""
     left = list(cells)
 
@@ -279,24 +262,24 @@ def _run_group(
 
     given = cells, world_size, steps, device, folder
     method = start_method(device, __name__).get_start_method()
-    context = start_processes(_enter, given, world_size, False, True, method)
-    assert context is not None
-    processes: list[Any] = context.processes
+    context: Any = start_processes(_enter, given, world_size, False, True, method)
     try:
         while not context.join(timeout=0.1):
             collect()
         collect()
-    except (ProcessRaisedException, ProcessExitedException) as error:
+    except ProcessException as error:
         collect()
         if left:  # a process may end badly after its last cell
             add(left[0], error=str(error))
     finally:
-        for process in processes:
+        for process in context.processes:
             process.kill()
             process.join()
 
 
-def _enter(rank: int, cells: Cells, world_size: int, steps: int, device: str, folder: Path) -> None:
+def _enter(
+    rank: int, cells: dict[int, Cell], world_size: int, steps: int, device: str, folder: Path
+) -> None:
     end_with_parent()
     # torch's own FSDP2 calls what torch 2.13 deprecates; the lines would stand across the table.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -308,12 +291,8 @@ def _enter(rank: int, cells: Cells, world_size: int, steps: int, device: str, fo
     mutants = {mutant.name: mutant for mutant in WORLD_MUTANTS}
     zero.ZERO_OPTIMIZATION |= RELEASED
     # Once: DeepSpeed keeps hold of the first process group it sees.
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world_size,
-    )
+    backend, store = "nccl" if device == "cuda" else "gloo", f"file://{folder / 'store'}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
     for i, cell in cells.items():
         with mutants[cell.mutant].perturb() if cell.mutant else nullcontext():
             found = _outcome(cell, steps, device, folder / str(i))

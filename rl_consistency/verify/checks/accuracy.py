@@ -78,14 +78,12 @@ def long_fold_rows(device: torch.device) -> list[AccuracyRow]:
 
 
 def op_accuracy(op: str, setup: Setting) -> Iterator[AccuracyRow]:
-    """Every quantity of one op."""
     for case in CASES[op](setup):
         if case.seeds:
             yield from _measure(setup.dtype, case)
 
 
 def check_accuracy(tally: Tally, setup: Setting, op: str) -> None:
-    """C6 of one op: values and gradients."""
     for row in op_accuracy(op, setup):
         case = f"{row.size}, {row.quantity}"
         text = f"{row.ratio:.3f} x the stock error ({row.ours:.2e} against {row.stock:.2e})"

@@ -23,17 +23,17 @@ from rl_consistency.verify.sweep import OpSetup, Sweep
 
 Sample = tuple[Tensor, Tensor, Tensor]
 """q [n, H, D], k and v [n, Hkv, D] of one sequence."""
+Plan = tuple[str, int, list[int], Callable[[int], list[int]]]
+"""Name, tokens of a cache block, samples, and length -> sizes of the parts."""
 
 
 def check_attention(tally: Tally, setup: OpSetup) -> None:
-    """Packed sequences: outputs and lse."""
     for shape in setup.shapes.attention:
         samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
         sequences_alike(tally, shape, samples, setup.sweep.arrangements())
 
 
 def check_attention_backward(tally: Tally, setup: OpSetup) -> None:
-    """dq, dk and dv of packed sequences."""
     arrangements = [
         (name, calls if name == "permuted batch" else calls[:4])
         for name, calls in setup.sweep.arrangements()
@@ -92,10 +92,7 @@ def sequences_alike(
 
 
 def paged_alike(
-    tally: Tally,
-    shape: Heads,
-    samples: Sequence[Sample],
-    plans: Iterable[tuple[str, int, list[int], Callable[[int], list[int]]]],
+    tally: Tally, shape: Heads, samples: Sequence[Sample], plans: Iterable[Plan]
 ) -> None:
     """The law of the cache: plans as of `paged_plans` give the bytes of packed prefill."""
     alone = [packed_attention(shape, [s])[0] for s in samples]
@@ -137,13 +134,10 @@ def decoded(length: int) -> list[int]:
     return ([length - tail] if length > tail else []) + [1] * tail
 
 
-def paged_plans(sweep: Sweep) -> Iterator[tuple[str, int, list[int], Callable[[int], list[int]]]]:
-    """(name, tokens of a cache block, samples, length -> sizes of the parts) of a sweep: every
-    chunk size, decode, and one prefill per block size."""
+def paged_plans(sweep: Sweep) -> Iterator[Plan]:
+    """Those of a sweep: every chunk size, decode, and one prefill per block size."""
     longest = max(sweep.sample_lengths())
-    ways: list[tuple[str, int, Callable[[int], list[int]]]] = [
-        (f"chunk {c}", c, partial(chunked, chunk=c)) for c in sweep.chunks
-    ]
+    ways: list[Any] = [(f"chunk {c}", c, partial(chunked, chunk=c)) for c in sweep.chunks]
     ways += [("decode", longest, decoded)]
     ways += [("prefill", longest, lambda n: [n]) for _ in sweep.cache_blocks]
     for (name, chunk, cut), size in zip(ways, cycle(sweep.cache_blocks), strict=False):

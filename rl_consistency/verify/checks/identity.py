@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -25,9 +26,7 @@ from rl_consistency.verify.substitution import substituted
 def check_fingerprint(tally: Tally, device: torch.device) -> None:
     """Equal here and now; another order, strictness or setting is named."""
 
-    def now() -> Fingerprint:
-        return fingerprint_module.fingerprint(device)
-
+    now = partial(fingerprint_module.fingerprint, device)
     first = now()
     tally.expect("the same process twice", first == now() and first.digest == now().digest)
     tally.expect("no difference from itself", first.difference(now()) == [])

@@ -41,7 +41,6 @@ def check_rows(tally: Tally, setup: OpSetup, op: str) -> None:
 
 
 def check_fold(tally: Tally, setup: OpSetup, op: str) -> None:
-    """C3 of an op's parameters."""
     for case in CASES[op](setup):
         if case.parameters and case.cuts:
             laws.case_cuts_alike(tally, case, setup.rows)
@@ -144,11 +143,11 @@ def check_experts(tally: Tally, setup: OpSetup) -> None:
     (case,) = experts_cases(setup)
     x, ids, weights, gate_up, down = case.draw(max(setup.rows, 4 * STEP), 4)
     alone = case.call(x, ids, weights, gate_up, down).detach()
-    starts, lens = [0, STEP, 3 * STEP], [STEP - 3, STEP, 7]
-    layout = PackedSequences.of(starts, lens)
+    spans = {0: STEP - 3, STEP: STEP, 3 * STEP: 7}
+    layout = PackedSequences.of([*spans], [*spans.values()])
     found = experts(x, ids, weights, gate_up, down, layout, activation="silu").detach()
     owned = torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
-    for start, length in zip(starts, lens, strict=True):
+    for start, length in spans.items():
         owned[start : start + length] = True
     tally.equal("rows of sequences among filler", alone.where(owned, 0.0), found)
 

@@ -130,27 +130,21 @@ def check_training(tally: Tally, chain: Chain) -> None:
     compared = 0
     for serving in (Serving("default"), Serving("chunked", {"prefill_chunk_size": 7})):
         completions, _ = probe.generate(serving)
-        owners = [i // SAMPLES for i in range(len(completions))]
-        pairs = zip(owners, completions, strict=True)
-        sequences = [[*probe.prompts[owner], *c.token_ids] for owner, c in pairs]
-        sampling = [probe.sampling[owner] for owner in owners]
-        prompts = [len(probe.prompts[owner]) for owner in owners]
+        owned = [prompt for prompt in probe.prompts for _ in range(SAMPLES)]
+        pairs = zip(owned, completions, strict=True)
+        sequences = [[*prompt, *c.token_ids] for prompt, c in pairs]
+        sampling = [params for params in probe.sampling for _ in range(SAMPLES)]
         rollout = [c.token_logprobs for c in completions]
+        given = {"prompt_lengths": [len(prompt) for prompt in owned], "sampling": sampling}
         for layout in ("packed", "packed_with_gaps", "left_padded", "right_padded"):
             inputs, mask = lay_out(sequences, layout, chain.device)
-            training = token_logprobs(
-                chain.model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=sampling
-            )
+            training = token_logprobs(chain.model, inputs, attention_mask=mask, **given)
             found = [t.cpu() for t in training.split()]
-            report = compare_logprobs(rollout, found)
+            report, case = compare_logprobs(rollout, found), f"{serving.name}, {layout}"
             compared += report.tokens
-            case = f"{serving.name}, {layout}"
-            tally.expect(
-                f"{case}, importance ratio",
-                report.ratio_min == report.ratio_max == 1.0,
-                f"from {report.ratio_min!r} to {report.ratio_max!r}, {report.mismatched_tokens} of "
-                f"{report.tokens} tokens differ",
-            )
+            ratios = {report.ratio_min, report.ratio_max}
+            text = f"{ratios}, {report.mismatched_tokens} of {report.tokens} tokens differ"
+            tally.expect(f"{case}, importance ratio", ratios == {1.0}, text)
             for i, (ours, theirs) in enumerate(zip(rollout, found, strict=True)):
                 tally.equal(f"{case}, sample {i}", ours, theirs, "token {}".format)
     if not tally.mismatches:

@@ -17,8 +17,7 @@ from rl_consistency.cases.experts import EXPERTS, TOP_K, Routing, expert_fold, e
 from rl_consistency.cases.launches import Launch, candidates
 from rl_consistency.cases.probe import probe, probe_tokens
 from rl_consistency.cases.token_logprobs import KINDS, head_probe, sampling_in_turn
-from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
-from rl_consistency.kernels.attention import forward_triton as attention_triton
+from rl_consistency.kernels.attention import backward_triton, forward_triton
 from rl_consistency.kernels.attention import layout as layouts
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.paged_cache_triton import write_cache
@@ -34,11 +33,10 @@ from rl_consistency.kernels.linear.schedules import MOST_FUSED_ROWS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
-from rl_consistency.kernels.sampling import vocabulary_triton
+from rl_consistency.kernels.sampling import support_triton, vocabulary_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
-from rl_consistency.kernels.token_logprobs import head_triton as token_logprobs_triton
-from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
+from rl_consistency.kernels.token_logprobs import head_triton
+from rl_consistency.kernels.token_logprobs import schedules as head_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.verify.checks import attention as packing
 from rl_consistency.verify.claims import Tally
@@ -53,11 +51,11 @@ ROWS = MAX_ROWS + 3
 """Most rows of ops that treat them one by one: an odd number, ragged for programs of two too."""
 
 SAMPLING_SIZES = (
-    (sampling_support_triton, "TILE", (512, 1024)),
-    (sampling_support_triton, "SPLIT_TILE", (128, 256)),
-    (sampling_support_triton, "SPLIT_BLOCKS", (8, 64)),
-    (sampling_support_triton, "TOP_BLOCKS", (4, 32)),
-    (sampling_support_triton, "PIVOTS", (4, 8)),
+    (support_triton, "TILE", (512, 1024)),
+    (support_triton, "SPLIT_TILE", (128, 256)),
+    (support_triton, "SPLIT_BLOCKS", (8, 64)),
+    (support_triton, "TOP_BLOCKS", (4, 32)),
+    (support_triton, "PIVOTS", (4, 8)),
     (vocabulary_triton, "WEIGHT_BLOCKS", (4, 32)),
     (vocabulary_triton, "PICK_BLOCKS", (256, 512)),
     (vocabulary_triton, "LOGPROB_ROWS", (32, 64)),
@@ -111,11 +109,9 @@ def _compare_product(tally: Tally, setup: OpSetup, layout: Any, columns: int, in
     (whole,) = launch_alike(tally, launch)
     a, b, *added = launch.operands()
     bias = added[0] if added else None
+    dispatched: Any = matmul_nn if layout == "nn" else partial(matmul_nt, bias=bias)
     for count in sorted({1, 2, 16, 65, len(a)}):
-        if layout == "nn":
-            found = matmul_nn(a[:count], b, out_dtype=a.dtype)
-        else:
-            found = matmul_nt(a[:count], b, bias=bias, out_dtype=a.dtype)
+        found = dispatched(a[:count], b, out_dtype=a.dtype)
         tally.equal(f"{launch.key}, {count} rows as dispatched", whole[:count], found)
     if setup.dtype == torch.float32:
         return False
@@ -137,21 +133,18 @@ def fused_products(setup: OpSetup) -> Iterator[Launch]:
 
 
 def gradient_folds(setup: OpSetup) -> Iterator[Launch]:
-    """A buffer continued by every schedule of `fold_outer`."""
     rows = min(setup.rows, MAX_ROWS)
     for inner, columns in setup.shapes.linear:
         yield launches.outer(setup, rows, columns, inner, fresh=False)
 
 
 def gated(setup: OpSetup) -> Iterator[Launch]:
-    """The gated activation and its gradients."""
-    size = min(setup.rows, ROWS), setup.shapes.glu_width
     for direction in ("forward", "backward"):
+        size = min(setup.rows, ROWS), setup.shapes.glu_width
         yield launches.gated(setup, direction, *size, "silu")
 
 
 def rotation(setup: OpSetup) -> Iterator[Launch]:
-    """Rotated queries and keys."""
     s = setup.shapes.attention[0]
     yield launches.rotation(setup, min(setup.rows, ROWS), s.heads, s.kv_heads, s.head_dim)
 
@@ -199,8 +192,7 @@ def token_logprobs(setup: OpSetup) -> Iterator[Launch]:
     hidden, weight, targets = head_probe(setup, min(setup.rows, MAX_ROWS))
     rows = sampling_in_turn(KINDS, len(hidden), setup.device)
     divisor = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
-    logits = lm_head_logits(hidden, weight)
-    of_rows, head = vocabulary_triton, token_logprobs_triton
+    logits, of_rows = lm_head_logits(hidden, weight), vocabulary_triton
 
     def from_logits(schedule: str, logits: Tensor, divisor: Tensor) -> Tensor:
         return of_rows.vocabulary_row_statistics(logits, divisor, False, None, schedule)
@@ -211,23 +203,22 @@ def token_logprobs(setup: OpSetup) -> Iterator[Launch]:
     partials = from_logits(next(iter(of_rows.ROW_SCHEDULES)), logits, divisor)
     top, normalizer, entropy = of_rows.vocabulary_combine(partials)
     given = divisor, top, normalizer, entropy, *(setup.wide((len(hidden),), s) for s in (1, 2))
-    make_table: Any = head.token_gradient_table
+    make_table: Any = head_triton.token_gradient_table
     table = make_table(*given, targets, IGNORED)
     room = torch.empty_like(logits, dtype=setup.dtype)
 
     def statistics(schedule: str, hidden: Tensor, weight: Tensor, divisor: Tensor, *_: Tensor):
-        return head.token_statistics(hidden, weight, divisor, False, schedule)
+        return head_triton.token_statistics(hidden, weight, divisor, False, schedule)
 
     def gradient(schedule: str, hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor):
-        head.token_gradient(hidden, weight, table, room, False, schedule)
+        head_triton.token_gradient(hidden, weight, table, room, False, schedule)
         return room
 
     def gradient_of_logits(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
-        head.token_row_gradient(logits, table, room, False)
+        head_triton.token_row_gradient(logits, table, room, False)
         return room
 
-    tma = has_tma(setup.device) and takes_descriptors(hidden, weight, room)
-    tables = token_logprobs_schedules
+    tma, tables = has_tma(setup.device) and takes_descriptors(hidden, weight, room), head_schedules
     for name, entries, run, given, right in (
         ("statistics", tables.STATISTICS_SCHEDULES, statistics, (divisor,), lambda *_: partials),
         ("gradient", tables.GRADIENT_SCHEDULES, gradient, (table, room), gradient_of_logits),
@@ -257,13 +248,12 @@ def check_sampling(tally: Tally, setup: OpSetup) -> None:
 
     whole = sampled()
     # A size is a constant of its module, so threads cannot compile for several side by side.
-    for i in range(len(SAMPLING_SIZES[0][2])):
+    for i in range(2):
         with ExitStack() as stack:
             for module, name, sizes in SAMPLING_SIZES:
                 stack.enter_context(attribute(module, name, sizes[i]))
-            found = sampled()
-        case = ", ".join(f"{name} {sizes[i]}" for _, name, sizes in SAMPLING_SIZES)
-        tally.equal(case, whole, found)
+            case = ", ".join(f"{name} {sizes[i]}" for _, name, sizes in SAMPLING_SIZES)
+            tally.equal(case, whole, sampled())
 
 
 def attention(setup: OpSetup) -> Iterator[Launch]:
@@ -291,11 +281,9 @@ def _attention_forward(
 
     def attended(choice: tuple[Any, int | Cut], q: Tensor, k: Tensor, v: Tensor) -> Any:
         schedule, programs = choice
-        dealt: dict[str, Any] = {
-            "cut" if isinstance(programs, Cut) else "programs_per_tile": programs
-        }
+        dealt: Any = {"cut" if isinstance(programs, Cut) else "programs_per_tile": programs}
         settings = layout, shape.scale, shape.window
-        found = attention_triton.attention_fwd(q, k, v, *settings, schedule=schedule, **dealt)
+        found = forward_triton.attention_fwd(q, k, v, *settings, schedule=schedule, **dealt)
         return tuple(packing.of_sequences(layout, *found))
 
     # Few rows may have their keys spread over several programs.
@@ -315,12 +303,11 @@ def _attention_backward(
 ) -> Launch:
     settings, tables = (layout, shape.scale, shape.window), attention_schedules
     do, k, v = operands
-    out, lse = attention_triton.attention_fwd(do, k, v, *settings)
+    out, lse = forward_triton.attention_fwd(do, k, v, *settings)
 
     def gradients(choice: tuple[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Any:
         chosen: dict[str, Any] = dict([choice])
-        bwd = attention_backward_triton.attention_bwd
-        return bwd(q, q, k, v, out, lse, *settings, **chosen)
+        return backward_triton.attention_bwd(q, q, k, v, out, lse, *settings, **chosen)
 
     by_query = tables.backward_entries(tables.BACKWARD_QUERIES, do.dtype)
     by_key = tables.backward_entries(tables.BACKWARD_KEYS, do.dtype)
@@ -336,13 +323,9 @@ def _shared_keys(
     q, k, v = operands
     longest = max(range(len(paged.context_lens)), key=paged.context_lens.__getitem__)
     count, keys = min(len(q), layouts.MOST_SHARERS), paged.context_lens[longest]
-    alike = replace(
-        paged,
-        query_starts=range(count),
-        query_lens=[1] * count,
-        context_lens=[keys] * count,
-        block_tables=[paged.block_tables[longest]] * count,
-    )
+    spans: Any = {"query_starts": range(count), "query_lens": [1] * count}
+    tables = [paged.block_tables[longest]] * count
+    alike = replace(paged, **spans, context_lens=[keys] * count, block_tables=tables)
     entries = [s for s in attention_schedules.SHARED if admits(s, alike, *operands)]
     if shape.window is not None or count < 2 or keys < 2 or not entries:
         return
@@ -350,7 +333,7 @@ def _shared_keys(
 
     def attended(choice: tuple[int, Any], q: Tensor, k: Tensor, v: Tensor) -> Any:
         layout, options = calls[choice[0]], {"shared_schedule": choice[1]}
-        return attention_triton.attention_fwd(q, k, v, layout, shape.scale, None, **options)
+        return forward_triton.attention_fwd(q, k, v, layout, shape.scale, None, **options)
 
     choices = [(0, None), *((1, s) for s in entries)]
     yield _launch(f"{shape}, shared keys", attended, choices, q[:count], k, v)
@@ -462,6 +445,5 @@ def _of(name: str, launch: Launch) -> Launch:
 
 
 def check_launches(tally: Tally, setup: OpSetup, of: Any) -> None:
-    """Every launch that `of(setup)` gives."""
     for launch in of(setup):
         launch_alike(tally, launch)

@@ -19,14 +19,8 @@ from rl_consistency.models.moe import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch, lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_logprobs
+from rl_consistency.parity import gradients
 from rl_consistency.parity.bytes import same_bytes
-from rl_consistency.parity.gradients import (
-    REGROUPINGS,
-    LossFunction,
-    Regrouping,
-    check_gradients,
-    gradients_kept,
-)
 from rl_consistency.parity.sides import PagedCall, cache_arguments
 from rl_consistency.parity.taps import tapped
 from rl_consistency.verify.checks.attention import paged_plans, paged_rows
@@ -34,11 +28,11 @@ from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.sweep import Sweep, padded, split
 
 GRADIENT_REGROUPINGS = (
-    Regrouping("run again", (1 << 30,)),
-    Regrouping("micro-batch 2", (2,)),
-    Regrouping("micro-batch 8", (8,)),
-    Regrouping("4 accumulation steps", (3,)),
-    *REGROUPINGS,
+    gradients.Regrouping("run again", (1 << 30,)),
+    gradients.Regrouping("micro-batch 2", (2,)),
+    gradients.Regrouping("micro-batch 8", (8,)),
+    gradients.Regrouping("4 accumulation steps", (3,)),
+    *gradients.REGROUPINGS,
 )
 
 GRADIENT_LENGTHS = (33, 7, 48, 2, 129, 16, 31, 64, 5, 40, 17, 90)
@@ -107,8 +101,8 @@ def check_packed_chain(tally: Tally, chain: Chain) -> None:
             _compare_samples(tally, chain, name, members, chain.hidden(members))
     members = list(range(len(chain.samples)))
     for gap in (1, 3):
-        name, found = f"packed with gap {gap}", chain.hidden(members, gap)
-        _compare_samples(tally, chain, name, members, found)
+        found = chain.hidden(members, gap)
+        _compare_samples(tally, chain, f"packed with gap {gap}", members, found)
 
 
 @torch.no_grad()
@@ -195,13 +189,10 @@ def check_gradient_chain(tally: Tally, chain: Chain) -> None:
     """Gradients of a clipped-objective-like loss with an entropy term, regrouped; in a sparse model
     with the load-balancing loss of each sequence."""
     sequences, prompts, loss = _step(chain)
-    report = check_gradients(
-        chain.model,
-        sequences,
-        prompt_lengths=prompts,
-        loss=loss,
-        regroupings=GRADIENT_REGROUPINGS,
-        balance=any(isinstance(module, CanonicalMoEBlock) for module in chain.model.modules()),
+    sparse = any(isinstance(module, CanonicalMoEBlock) for module in chain.model.modules())
+    options: Any = {"regroupings": GRADIENT_REGROUPINGS, "balance": sparse}
+    report = gradients.check_gradients(
+        chain.model, sequences, prompt_lengths=prompts, loss=loss, **options
     )
     for r in report.results:
         where = f"of {report.elements} elements, first in {r.first_parameter}"
@@ -251,7 +242,7 @@ def _compare_samples(
             tally.detail += f"; {chain.divergence(i, members)}"
 
 
-def _step(chain: Chain) -> tuple[list[list[int]], list[int], LossFunction]:
+def _step(chain: Chain) -> tuple[list[list[int]], list[int], gradients.LossFunction]:
     """Sequences, prompt lengths and loss of one training step."""
     lengths = [min(n, chain.config.max_position_embeddings) for n in GRADIENT_LENGTHS]
     prompts = [1 + n // 3 for n in lengths]
@@ -263,9 +254,7 @@ def _step(chain: Chain) -> tuple[list[list[int]], list[int], LossFunction]:
         for i, logprobs, entropy in zip(group, scored.split(), entropies, strict=True):
             advantage = (-1.0) ** i * (0.5 + 0.1 * i)
             total = total - (advantage * logprobs + 0.01 * entropy).sum() / tokens
-        if scored.balance is not None:
-            total = total + 0.01 * scored.balance.sum()
-        return total
+        return total if scored.balance is None else total + 0.01 * scored.balance.sum()
 
     return probe_tokens(lengths, chain.config.vocab_size, seed=2), prompts, share
 
@@ -283,7 +272,7 @@ def _fresh(model: Any) -> Any:
 
 def _gradients(chain: Chain) -> dict[str, Tensor]:
     sequences, prompts, loss = _step(chain)
-    with gradients_kept(chain.model):
+    with gradients.gradients_kept(chain.model):
         chain.model.zero_grad(set_to_none=True)
         scored = token_logprobs(chain.model, sequences, prompt_lengths=prompts)
         loss(scored, range(len(sequences))).backward()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
@@ -47,17 +48,17 @@ FEW_ROWS = 40
 def split_k_for_few_rows() -> AbstractContextManager[None]:
     """Products of few rows add two halves of K."""
 
-    def halves(a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any) -> Tensor:
+    def few_nt(a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any) -> Tensor:
+        if len(a) >= FEW_ROWS:
+            return matmul_nt(a, b, bias=bias, **options)
         half = a.shape[1] // 2
         total = matmul_nt(a[:, :half], b[:, :half]) + matmul_nt(a[:, half:], b[:, half:])
         total = total if bias is None else total + bias.float()
         return total.to(options.get("out_dtype", torch.float32))
 
-    def few_nt(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-        return (halves if len(a) < FEW_ROWS else matmul_nt)(a, b, **options)
-
     def few_nn(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-        return halves(a, b.t(), **options) if len(a) < FEW_ROWS else matmul_nn(a, b, **options)
+        few = len(a) < FEW_ROWS
+        return few_nt(a, b.t(), **options) if few else matmul_nn(a, b, **options)
 
     return substituted(matmul_nt, few_nt, matmul_nn, few_nn)
 
@@ -83,7 +84,7 @@ def blockwise_attention(
     block: int = 64,
     at_padding: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in plain torch: online softmax over blocks of keys, sequence by sequence.
+    """Attention in plain torch: sums over blocks of keys, sequence by sequence.
 
     `at_padding` counts the blocks from where left padding to the call's longest sequence begins.
     """
@@ -98,22 +99,17 @@ def blockwise_attention(
             x[key_rows[i, :context]].float().transpose(0, 1).repeat_interleave(group, 0)
             for x in (k, v)
         )
-        positions = torch.arange(context - count, context, device=q.device)[:, None]
-        m = own.new_full(own.shape[:2], -torch.inf)
-        length, acc = torch.zeros_like(m), torch.zeros_like(own)
+        places = torch.arange(context, device=q.device)
+        distance = places[context - count :, None] - places
+        hidden = (distance < 0) | (distance >= (window or context + 1))
+        scores = (own @ keys.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        m = scores.detach().amax(-1, keepdim=True)
+        p, length, acc = torch.exp(scores - m), torch.zeros_like(m), torch.zeros_like(own)
         for begin, end in pairwise([0, *range(block - first, context, block), context]):
-            distance = positions - torch.arange(begin, end, device=q.device)
-            visible = (distance >= 0) & (distance < (window or context + 1))
-            scores = own @ keys[:, begin:end].transpose(1, 2) * scale
-            scores = scores.masked_fill(~visible, -torch.inf)
-            new_m = torch.maximum(m, scores.detach().amax(-1))
-            shift = new_m.masked_fill(new_m == -torch.inf, 0.0)
-            p, rescale = torch.exp(scores - shift[..., None]), torch.exp(m - shift)
-            length = length * rescale + p.sum(-1)
-            acc = acc * rescale[..., None] + p @ values[:, begin:end]
-            m = new_m
-        outs.append((acc / length[..., None]).transpose(0, 1).to(q.dtype))
-        stats.append((m + torch.log(length)).t().detach())
+            length = length + p[..., begin:end].sum(-1, keepdim=True)
+            acc = acc + p[..., begin:end] @ values[:, begin:end]
+        outs.append((acc / length).transpose(0, 1).to(q.dtype))
+        stats.append((m + torch.log(length)).squeeze(-1).t().detach())
         rows.append(torch.arange(start, start + count, device=q.device))
     index, lse = torch.cat(rows), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     out = torch.zeros_like(q).index_copy(0, index, torch.cat(outs))
@@ -222,8 +218,7 @@ def padding_takes_part_in_reductions() -> AbstractContextManager[None]:
         return masked_sum(values if mask is None else values.masked_fill(~mask.bool(), 0.0))
 
     def wrong_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
-        count = values.numel() if mask is None else mask.bool().sum()
-        return wrong_sum(values, mask) / count
+        return wrong_sum(values, mask) / (values.numel() if mask is None else mask.bool().sum())
 
     return substituted(masked_sum, wrong_sum, masked_mean, wrong_mean)
 
@@ -383,13 +378,9 @@ def sums_in_half_precision() -> AbstractContextManager[None]:
     """Results pass through bf16."""
 
     def rounded(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(*args: Any, **kwargs: Any) -> Any:
-            found = function(*args, **kwargs)
-            if isinstance(found, Tensor):
-                return found.bfloat16().to(found.dtype)
-            return tuple(x.bfloat16().to(x.dtype) for x in found)
-
-        return wrong
+        return lambda *args, **kwargs: tree_map(
+            lambda x: x.bfloat16().to(x.dtype), function(*args, **kwargs)
+        )
 
     def rounded_fold(buffer: Tensor, index: Tensor, rows: Tensor, **options: Any) -> None:
         fold_rows(buffer, index, rows, **options)

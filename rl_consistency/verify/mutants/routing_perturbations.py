@@ -46,31 +46,26 @@ def logits_are_rounded(x: Tensor, weight: Tensor, top_k: int, **options: Any) ->
     return ids, weights, logits
 
 
-@mutant("combine in rank order", "C1 experts", at=(substituted, experts))
-def largest_weight_first(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
-) -> Tensor:
-    """Every row's experts are added from its largest weight to its smallest."""
-    total, rank = torch.zeros_like(x, dtype=torch.float32), weights.argsort(1, descending=True)
-    for j in range(ids.shape[1]):
-        at = rank[:, j : j + 1]
-        one = ids.gather(1, at), torch.ones_like(weights[:, :1])
-        row = experts(x, *one, gate_up, down, layout, **rest)
-        total = total + weights.gather(1, at) * row.float()
+def _column_by_column(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **kw: Any) -> Tensor:
+    """A row's experts added from the first column of `ids` on, in fp32, rounded once."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for own, weight in zip(ids.split(1, dim=1), weights.split(1, dim=1), strict=True):
+        total = total + weight * experts(x, own, torch.ones_like(weight), *rest, **kw).float()
     return total.to(x.dtype)
+
+
+@mutant("combine in rank order", "C1 experts", at=(substituted, experts))
+def largest_weight_first(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **kw: Any) -> Tensor:
+    """Every row's experts are added from its largest weight to its smallest."""
+    rank = weights.argsort(1, descending=True)
+    return _column_by_column(x, ids.gather(1, rank), weights.gather(1, rank), *rest, **kw)
 
 
 @mutant("atomic combine", "C1 experts", at=(substituted, experts))
-def any_order(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
-) -> Tensor:
+def any_order(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **kw: Any) -> Tensor:
     """A row's experts are added as they come, in each call in another order."""
-    total = torch.zeros_like(x, dtype=torch.float32)
-    for j in torch.randperm(ids.shape[1]).tolist():
-        one = ids[:, j : j + 1], torch.ones_like(weights[:, :1])
-        row = experts(x, *one, gate_up, down, layout, **rest)
-        total = total + weights[:, j : j + 1] * row.float()
-    return total.to(x.dtype)
+    order = torch.randperm(ids.shape[1]).to(x.device)
+    return _column_by_column(x, ids[:, order], weights[:, order], *rest, **kw)
 
 
 @mutant("split K by tokens per expert", "C1 experts", at=(substituted, experts))
@@ -78,15 +73,14 @@ def halves_where_few_meet(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
 ) -> Tensor:
     """Experts that few of the call's rows meet add their down projection in two halves."""
-    y = experts(x, ids, weights, gate_up, down, layout, **rest)
     counts = ids.flatten().bincount(minlength=len(down))[ids.long()]
-    few, half = (counts < FEW_ROWS).any(1, keepdim=True), down.shape[2] // 2
-    total = torch.zeros_like(x, dtype=torch.float32)
-    for columns in (slice(0, half), slice(half, None)):
-        part = torch.zeros_like(down)
-        part[:, :, columns] = down[:, :, columns]
-        total = total + experts(x, ids, weights, gate_up, part, layout, **rest).float()
-    return torch.where(few, total.to(x.dtype), y)
+    few, first = (counts < FEW_ROWS).any(1, keepdim=True), down.clone()
+    first[..., down.shape[2] // 2 :] = 0
+    y, low, high = (
+        experts(x, ids, weights, gate_up, part, layout, **rest)
+        for part in (down, first, down - first)
+    )
+    return torch.where(few, (low.float() + high.float()).to(x.dtype), y)
 
 
 @mutant("runs not aligned", "C3 experts", at=(substituted, experts))
@@ -96,24 +90,26 @@ def all_rows_are_one_run(
     """An expert's rows of all sequences of a call are one run, its steps of 16 across sequences."""
     if type(layout) is not PackedSequences:
         return experts(x, ids, weights, gate_up, down, layout, **rest)
-    spans = zip(layout.query_starts, layout.query_lens, strict=True)
-    rows = torch.cat([torch.arange(s, s + n, device=x.device) for s, n in spans])
-    whole = PackedSequences.of([0], [len(rows)])
+    rows, whole = _one_sequence(layout, x.device)
     y = experts(x[rows], ids[rows], weights[rows], gate_up, down, whole, **rest)
     return torch.zeros_like(x).index_put((rows,), y)
 
 
+def _one_sequence(layout: PackedSequences, device: torch.device) -> tuple[Tensor, PackedSequences]:
+    """The rows of all sequences, and the layout in which they are one."""
+    spans = zip(layout.query_starts, layout.query_lens, strict=True)
+    rows = torch.cat([torch.arange(s, s + n, device=device) for s, n in spans])
+    return rows, PackedSequences.of([0], [len(rows)])
+
+
 @mutant("combine in another order", "C1 experts", at=(substituted, experts))
-def downward_for_few_rows(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
-) -> Tensor:
+def downward_for_few_rows(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **kw: Any) -> Tensor:
     """The experts of few rows are added from the highest id to the lowest, each rounded."""
     if len(x) >= FEW_ROWS:
-        return experts(x, ids, weights, gate_up, down, layout, **rest)
+        return experts(x, ids, weights, *rest, **kw)
     total = torch.zeros_like(x)
-    for j in reversed(range(ids.shape[1])):
-        one = ids[:, j : j + 1], weights[:, j : j + 1]
-        total = total + experts(x, *one, gate_up, down, layout, **rest)
+    for own, weight in reversed([*zip(ids.split(1, 1), weights.split(1, 1), strict=True)]):
+        total = total + experts(x, own, weight, *rest, **kw)
     return total
 
 
@@ -154,14 +150,11 @@ def stale_router_buffer(self: CanonicalRouter, hidden_states: Tensor) -> Any:
 )
 def balance_over_the_batch(record: RoutingRecord, layout: PackedSequences) -> Tensor:
     """Loads and probabilities are means over all sequences of a call."""
-    spans = zip(layout.query_starts, layout.query_lens, strict=True)
-    device = record.layers[0].expert_ids.device
-    rows = torch.cat([torch.arange(s, s + n, device=device) for s, n in spans])
+    rows, whole = _one_sequence(layout, record.layers[0].expert_ids.device)
     layers = [
         layer._replace(logits=layer.logits[rows], expert_ids=layer.expert_ids[rows])
         for layer in record.layers
         if layer.logits is not None
     ]
-    whole = PackedSequences.of([0], [len(rows)])
     count = len(layout.query_lens)
     return sequence_balance(replace(record, layers=layers), whole).expand(count) / count

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from rl_consistency.cases.case import CPU
+from rl_consistency.verify import run
 from rl_consistency.verify.claims import Result
 from rl_consistency.verify.mutants import (
     perturbations,
@@ -18,12 +19,6 @@ from rl_consistency.verify.mutants import (
 )
 from rl_consistency.verify.mutants.mutant import PRESET, Mutant
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.run import (
-    chain_checks_of,
-    op_checks_in,
-    process_checks,
-    schedule_checks_in,
-)
 from rl_consistency.verify.sweep import QUICK, OpSetup
 from rl_consistency.verify.targets import Target
 
@@ -59,7 +54,6 @@ def mutants_on(device: torch.device) -> tuple[Mutant, ...]:
 
 
 def run_mutant(mutant: Mutant, device: torch.device = CPU) -> MutantResult:
-    """Run a mutant's checks inside its perturbation."""
     with mutant.perturb():
         results = run_controls(mutant.keys(device), device, mutant.preset)
     return MutantResult(mutant=mutant, results=tuple(results))
@@ -74,12 +68,14 @@ def run_controls(
     for dtype in dict.fromkeys(_dtype_of(key, device) for key in wanted):
         group = [key for key in wanted if _dtype_of(key, device) == dtype]
         setup = OpSetup(dtype=dtype, device=device, sweep=QUICK)
-        checks = process_checks(device) + op_checks_in(setup) + schedule_checks_in(setup)
+        checks = (
+            run.process_checks(device) + run.op_checks_in(setup) + run.schedule_checks_in(setup)
+        )
         with ExitStack() as stack:
             if not {check.key for check in checks}.issuperset(group):
                 build = partial(build_preset, preset, dtype, device=device)
                 model = Target(name=preset, dtype=dtype, device=device, sweep=QUICK, build=build)
-                checks += stack.enter_context(chain_checks_of(model))
+                checks += stack.enter_context(run.chain_checks_of(model))
             by_key = {check.key: check for check in checks}
             if unknown := [key for key in group if key not in by_key]:
                 raise ValueError(f"no check {unknown[0]!r}; known: {', '.join(by_key)}.")

@@ -16,13 +16,9 @@ from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
 from rl_consistency.kernels.attention.tiles_triton import BackwardCall
-from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
-from rl_consistency.kernels.experts import pairs_triton as expert_pairs_triton
-from rl_consistency.kernels.experts import products_triton as expert_products_triton
-from rl_consistency.kernels.experts import route as router
+from rl_consistency.kernels.experts import fold_triton, pairs_triton, products_triton, route
 from rl_consistency.kernels.experts import schedules as expert_schedules
-from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
-from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
+from rl_consistency.kernels.gradient_fold import outer_triton, rows_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
 from rl_consistency.kernels.linear import schedules as few_rows_schedules
@@ -30,8 +26,7 @@ from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.pointwise import glu, rotary
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.norm_triton import rms_norm_bwd, rms_norm_fwd
-from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
-from rl_consistency.kernels.sampling import vocabulary_triton
+from rl_consistency.kernels.sampling import support_triton, vocabulary_triton
 from rl_consistency.verify.checks.schedules import norm_backward_entries
 from rl_consistency.verify.mutants.mutant import mutant
 from rl_consistency.verify.mutants.perturbations import blockwise_attention
@@ -64,7 +59,7 @@ def one_expert_schedule_of_another_order() -> AbstractContextManager[None]:
 
 def _large_launchers() -> list[Pair]:
     """Products, the fold of their gradients, attention, statistics of the vocabulary."""
-    product, outer = matmul_triton.matmul_fwd, gradient_fold_triton.launch_outer
+    product, outer = matmul_triton.matmul_fwd, outer_triton.launch_outer
     attend = attention_triton.attention_fwd
     statistics = vocabulary_triton.vocabulary_row_statistics
     folds = gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]
@@ -84,13 +79,11 @@ def _large_launchers() -> list[Pair]:
     def mutant_attend(
         q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        schedule = options.get("schedule")
         # The first for operands of 16 bits; fp32 has only low tiles.
-        if schedule is None or (
-            schedule.rows != 64 and schedule != attention_schedules.PREFILL[-1]
-        ):
-            return attend(q, k, v, layout, scale, window, **options)
-        return blockwise_attention(q, k, v, layout, scale, window)
+        schedule, last = options.get("schedule"), attention_schedules.PREFILL[-1]
+        if schedule is not None and (schedule.rows == 64 or schedule == last):
+            return blockwise_attention(q, k, v, layout, scale, window)
+        return attend(q, k, v, layout, scale, window, **options)
 
     def mutant_statistics(*args: Any) -> Tensor:
         found = statistics(*args)
@@ -107,8 +100,8 @@ def _large_launchers() -> list[Pair]:
 def _small_launchers() -> list[Pair]:
     """Several products in one launch, and ops that treat rows one by one."""
     project: Launcher = linear_triton.qkv_fwd
-    rotate, fold = rotary.rotary_fwd, gradient_rows_triton.launch_rows
-    find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
+    rotate, fold = rotary.rotary_fwd, rows_triton.launch_rows
+    find, tile = support_triton.vocabulary_support, support_triton.TILE
 
     def split_k(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         *weights, bq, bk, bv, schedule = operands
@@ -136,7 +129,7 @@ def _small_launchers() -> list[Pair]:
         return norm_backward_entries(x.shape[-1], heads)[1:2]
 
     def support_by_tile(logits: Tensor, *rows: Any) -> Tensor:
-        changed = tile != sampling_support_triton.TILE
+        changed = tile != support_triton.TILE
         return find(logits.bfloat16().float() if changed else logits, *rows)
 
     return [
@@ -147,18 +140,18 @@ def _small_launchers() -> list[Pair]:
         _some_entries(rotate, rotary.CANDIDATES[1:2], _rounded_operand(rotate, 2)),
         _some_entries(rms_norm_fwd, of_width, _rounded_result(rms_norm_fwd, 2)),
         _some_entries(rms_norm_bwd, backward_entries, _rounded_operand(rms_norm_bwd, 4)),
-        _some_entries(fold, gradient_rows_triton.CANDIDATES[1:2], _added_up(fold)),
+        _some_entries(fold, rows_triton.CANDIDATES[1:2], _added_up(fold)),
         (find, support_by_tile),
     ]
 
 
 def _expert_launchers() -> list[Pair]:
     """The choice of experts, their products, the sum of their rows, and gradients of all these."""
-    choose, logits_bwd = router.choose_fwd, router.logits_bwd
-    product: Launcher = expert_products_triton.product_fwd
-    gated: Launcher = expert_products_triton.gate_up_fwd
-    combine, pair_bwd = expert_pairs_triton.combine_fwd, expert_pairs_triton.pair_bwd
-    fold, tables = expert_fold_triton.fold_runs, expert_schedules
+    choose, logits_bwd = route.choose_fwd, route.logits_bwd
+    product: Launcher = products_triton.product_fwd
+    gated: Launcher = products_triton.gate_up_fwd
+    combine, pair_bwd = pairs_triton.combine_fwd, pairs_triton.pair_bwd
+    fold, tables = fold_triton.fold_runs, expert_schedules
     # By pointers, since halves of weights have strides.
     wide = tables.PRODUCTS[1], tables.GATE_UP[1], tables.PRODUCTS_FP32[1]
     folds = tables.FOLDS[1], tables.FOLDS_FP32[1]
@@ -184,8 +177,8 @@ def _expert_launchers() -> list[Pair]:
         return total
 
     return [
-        _some_entries(choose, router.ALL[1:2], _rounded_result(choose, 1)),
-        _some_entries(logits_bwd, router.ALL[1:2], _rounded_operand(logits_bwd, 0)),
+        _some_entries(choose, route.ALL[1:2], _rounded_result(choose, 1)),
+        _some_entries(logits_bwd, route.ALL[1:2], _rounded_operand(logits_bwd, 0)),
         _some_entries(product, wide, split_k),
         _some_entries(gated, wide, silu_rounded),
         _some_entries(combine, tables.COMBINE[1:2], downward),
@@ -195,7 +188,6 @@ def _expert_launchers() -> list[Pair]:
 
 
 def _halves(a: Tensor) -> tuple[slice, slice]:
-    """Both halves of K."""
     half = a.shape[1] // 2
     return slice(0, half), slice(half, None)
 

@@ -16,24 +16,18 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.build import build_strategy
 from rl_consistency.trainers.strategies.strategy import Replicated, Strategy
+from rl_consistency.verify.mutants import sums
 from rl_consistency.verify.mutants.mutant import Mutant, mutant
-from rl_consistency.verify.mutants.sums import (
-    ContiguousLeaves,
-    LowPrecision,
-    OtherRankOrder,
-    RankApart,
-    StockSum,
-)
 from rl_consistency.verify.substitution import attribute, substituted
 
 ALL = "C4 replicated; fsdp2; zero1; zero2; zero3"
 IN_PLACE_OF_THE_SUM = substituted, OrderedSum
 
-reduce_scatter = mutant("reduce-scatter", ALL, at=IN_PLACE_OF_THE_SUM)(StockSum)
-contiguous_leaves = mutant("contiguous leaves", ALL, at=IN_PLACE_OF_THE_SUM)(ContiguousLeaves)
-other_rank_order = mutant("ranks backwards", ALL, at=IN_PLACE_OF_THE_SUM)(OtherRankOrder)
-low_precision = mutant("bf16 buckets", ALL, at=IN_PLACE_OF_THE_SUM)(LowPrecision)
-rank_apart = mutant("unsynchronised rank", ALL, at=IN_PLACE_OF_THE_SUM)(RankApart)
+reduce_scatter = mutant("reduce-scatter", ALL, at=IN_PLACE_OF_THE_SUM)(sums.StockSum)
+contiguous_leaves = mutant("contiguous leaves", ALL, at=IN_PLACE_OF_THE_SUM)(sums.ContiguousLeaves)
+other_rank_order = mutant("ranks backwards", ALL, at=IN_PLACE_OF_THE_SUM)(sums.OtherRankOrder)
+low_precision = mutant("bf16 buckets", ALL, at=IN_PLACE_OF_THE_SUM)(sums.LowPrecision)
+rank_apart = mutant("unsynchronised rank", ALL, at=IN_PLACE_OF_THE_SUM)(sums.RankApart)
 
 
 def _built(config: RunConfig, world: World, policy: nn.Module, **changes: Any) -> Strategy:
