@@ -457,12 +457,7 @@ class CapturedPagedAttention(PagedAttention):
 
     @classmethod
     def of(
-        cls,
-        numbers: SequenceTables,
-        *,
-        queries: int,
-        capacity: int,
-        **cache: Unpack[Cache],
+        cls, numbers: SequenceTables, *, queries: int, capacity: int, **cache: Unpack[Cache]
     ) -> CapturedPagedAttention:
         """`queries` rows for each sequence of `numbers`, contexts of at most `capacity` keys."""
         sequences = numbers.query_len.shape[0]

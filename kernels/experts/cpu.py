@@ -14,10 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.attention.layout import (
-    AttentionLayout,
-    CapturedPagedAttention,
-)
+from rl_consistency.kernels.attention.layout import AttentionLayout, CapturedPagedAttention
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.pointwise.glu import glu, glu_gradients

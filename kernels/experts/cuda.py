@@ -22,10 +22,7 @@ from rl_consistency.kernels.experts.pairs_triton import (
     expert_pairs_op,
     gather_rows,
 )
-from rl_consistency.kernels.experts.products_triton import (
-    expert_gate_up_op,
-    expert_product_op,
-)
+from rl_consistency.kernels.experts.products_triton import expert_gate_up_op, expert_product_op
 
 
 @dataclass(eq=False)

@@ -39,11 +39,7 @@ from rl_consistency.kernels.experts.schedules import (
     pick_combine,
     pick_pair,
 )
-from rl_consistency.kernels.pointwise.glu import (
-    ACTIVATIONS,
-    activate_with_derivative,
-    glu_value,
-)
+from rl_consistency.kernels.pointwise.glu import ACTIVATIONS, activate_with_derivative, glu_value
 from rl_consistency.kernels.reduction.tree_fold_triton import halve_across
 
 SEQUENCES = 64

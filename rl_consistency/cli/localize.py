@@ -36,11 +36,7 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.tokenizer import load_tokenizer
 from rl_consistency.trainers.launch import refuse_many_processes, threads
 from rl_consistency.trainers.policy import eos_token_ids, load_policy, read_config, read_model
-from rl_consistency.trainers.run_directory.checkpoint import (
-    WEIGHTS,
-    list_checkpoints,
-    load_weights,
-)
+from rl_consistency.trainers.run_directory.checkpoint import WEIGHTS, list_checkpoints, load_weights
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 
 

@@ -35,12 +35,7 @@ from rl_consistency.verify import world
 from rl_consistency.verify.claims import CLAIMS, Result
 from rl_consistency.verify.mutants import run as mutants
 from rl_consistency.verify.presets import PRESETS, known_presets
-from rl_consistency.verify.targets import (
-    Target,
-    default_targets,
-    directory_targets,
-    preset_targets,
-)
+from rl_consistency.verify.targets import Target, default_targets, directory_targets, preset_targets
 from rl_consistency.verify.world import Cell, Outcome
 
 TARGETS = ("model", "preset", "quick", "full", "only", "processes")

@@ -19,12 +19,7 @@ from rl_consistency.models.packing import PaddedBatch
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, TokenLogprobs
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.parity.gradients import (
-    REGROUPINGS,
-    GradientReport,
-    Regrouping,
-    check_gradients,
-)
+from rl_consistency.parity.gradients import REGROUPINGS, GradientReport, Regrouping, check_gradients
 
 SEQUENCES = 4
 """How many sequences of a micro-batch a check takes."""

@@ -73,10 +73,7 @@ class RolloutDrift(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        sampling: SamplingParams | None = None,
-        metrics_of: Sequence[str] = (),
+        self, trainer: Any, sampling: SamplingParams | None = None, metrics_of: Sequence[str] = ()
     ) -> None:
         self._trainer, self._sampling = trainer, sampling
         self._monitor = DriftMonitor(

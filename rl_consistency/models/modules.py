@@ -30,11 +30,7 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
 )
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
-from rl_consistency.kernels.attention.paged_cache_triton import (
-    HeadNorms,
-    paged_inputs,
-    write_cache,
-)
+from rl_consistency.kernels.attention.paged_cache_triton import HeadNorms, paged_inputs, write_cache
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import glu_linear, linear, linear_glu, linear_qkv

@@ -223,11 +223,7 @@ def config_of(cell: Cell, steps: int, device: str, directory: Path) -> RunConfig
 
 
 def run_cells(
-    cells: Sequence[Cell],
-    *,
-    steps: int,
-    device: str = "cpu",
-    on_outcome: Callable[[Outcome], None],
+    cells: Sequence[Cell], *, steps: int, device: str = "cpu", on_outcome: Callable[[Outcome], None]
 ) -> list[Outcome]:
     """Run all cells, in the order of their numbers of processes; returns the outcomes by cell.
 

@@ -33,11 +33,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
-from rl_consistency.trainers.algorithms.experience import (
-    Experience,
-    rollout_metrics,
-    samples_of,
-)
+from rl_consistency.trainers.algorithms.experience import Experience, rollout_metrics, samples_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet

@@ -138,11 +138,7 @@ def own_stored_layout(columns: int) -> gl.DistributedLinearLayout:
         lanes += [[0, 16], [1, 0], [2, 0], [4, 0]]
         held += [[8, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], *held],
-        lanes,
-        [[16, 0], [32, 0]],
-        [],
-        [64, columns],
+        [[0, 1], [0, 2], [0, 4], *held], lanes, [[16, 0], [32, 0]], [], [64, columns]
     )
 
 
