@@ -17,17 +17,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import triton
 
 from benchmarks.distributed import distributed_suites
 from benchmarks.ops.suites import op_suites
 from benchmarks.rollout.engines import MODES
 from benchmarks.rollout.suites import rollout_suites
-from benchmarks.suite import Choice, Suites, code_meta, measure, run_meta, summary
+from benchmarks.suite import (
+    Choice,
+    Suites,
+    code_meta,
+    measure,
+    run_meta,
+    shipped_findings,
+    summary,
+)
 from benchmarks.timing import Machine
 from benchmarks.train import training_suites
 from benchmarks.trl import trl_suites
-from benchmarks.tune import tune_products, winners_of, write_shipped
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.verify.checks.accuracy import ERROR_GROWTH_LIMIT, accuracy_rows, long_fold_rows
@@ -49,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.json is not None:
             require_writable("--json", args.json)
-        return {"accuracy": _accuracy, "tune": _tune}.get(args.what, _measure)(args)
+        return (_accuracy if args.what == "accuracy" else _measure)(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -82,11 +88,6 @@ def parser() -> argparse.ArgumentParser:
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
     text = f"of vLLM: {', '.join(MODES)}"
     rollout.add_argument("--against", type=_names, metavar="MODE,...", help=text)
-    text = "products that have a faster schedule than what is shipped"
-    tune = commands.add_parser("tune", help=text, description=text, allow_abbrev=False)
-    tune.add_argument("op", choices=["matmul"])
-    tune.add_argument("--write", action="store_true", help="write them into what is shipped")
-    tune.set_defaults(json=None)
     return parser
 
 
@@ -95,7 +96,7 @@ def _measure(args: argparse.Namespace) -> int:
     suites = chosen_suites(args, tiny=device.type == "cpu")
     machine = Machine(device)
     meta = run_meta(machine, args.command_line, args.commit)
-    with winners_of(machine):
+    with shipped_findings(machine.device):
         rows = measure(suites, machine, meta, args.json)
     failed = [f"{row['suite']} {row['shape']}" for row in rows if "error" in row]
     figures = {name: summary([row for row in rows if row["suite"] == name]) for name in suites}
@@ -129,16 +130,6 @@ def chosen_suites(args: argparse.Namespace, *, tiny: bool) -> Suites:
 def _names(text: str) -> list[str]:
     """Names between commas, each once."""
     return list(dict.fromkeys(text.split(",")))
-
-
-def _tune(args: argparse.Namespace) -> int:
-    winners = tune_products(Machine(chosen_device("cuda")))
-    for work, winner in winners.items():
-        print(f"{work}: {winner.schedule}, {winner.us:.1f} us of {winner.default_us:.1f}")
-    if args.write:
-        names = {"torch": torch.__version__, "triton": triton.__version__}
-        write_shipped(winners, {"device": torch.cuda.get_device_name(), **names})
-    return 0
 
 
 def _accuracy(args: argparse.Namespace) -> int:

@@ -11,12 +11,14 @@ import math
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -24,6 +26,7 @@ import triton
 
 from benchmarks.peers import installed
 from benchmarks.timing import UNAVAILABLE, Machine
+from rl_consistency.kernels.core import findings
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 from rl_consistency.numerics.files import write_output
 
@@ -64,6 +67,15 @@ class Case:
 
 
 Suites = Mapping[str, Sequence[Case]]
+
+
+@contextmanager
+def shipped_findings(device: torch.device) -> Iterator[None]:
+    """Inside the block a device knows what is shipped, and nothing that its user tuned."""
+    with patch.dict(findings._by_device, {device: findings.Findings(None, {})}):
+        findings.forget_picks()
+        yield
+    findings.forget_picks()
 
 
 def cases(

@@ -55,7 +55,7 @@ FOLDER = "findings"
 """Name of the folder in the cache directory; it is the user's alone (mode 0700)."""
 
 SHIPPED = Path(__file__).with_name("shipped_findings.json")
-"""What was measured on our own devices; written by `python -m benchmarks tune matmul --write`."""
+"""What was measured on our own devices; copied from what `tune` wrote there."""
 
 MOST_ROWS = 16384
 """The largest bucket; all larger numbers of rows share it."""

@@ -1,7 +1,7 @@
 """Schedules of RMSNorm on CUDA, and which one a row width gets.
 
 All schedules give the same bytes, which a test shows for `candidates`. The tables hold the fastest
-ones on an H200, as `python -m benchmarks tune rms_norm` measured them.
+ones on an H200, as measured there.
 """
 
 from __future__ import annotations

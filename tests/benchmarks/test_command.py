@@ -9,12 +9,9 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks.shapes import BANDS
 from benchmarks.suite import Case, Choice
-from benchmarks.tune import write_shipped
-from rl_consistency.kernels.core.findings import SHIPPED, Winner
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("what", ["ops", "rollout", "train", "tune matmul"])
 def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
     assert command.main(what.split()) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -121,15 +118,3 @@ def test_mixtures_of_experts_are_measured_in_suites_of_their_own():
 def test_results_of_before_are_still_data():
     folder = Path(command.__file__).with_name("results")
     assert all(json.loads(file.read_text("utf-8")) for file in folder.glob("*.json"))
-
-
-def test_winners_go_over_those_that_are_shipped_and_the_rest_stays(tmp_path):
-    file = tmp_path / "shipped.json"
-    file.write_text(SHIPPED.read_text("utf-8"))
-    before = json.loads(file.read_text())
-    work = next(iter(before["winners"]))
-    write_shipped({work: Winner("another"), "matmul/new": Winner("tile")}, {"device": "G"}, file)
-    after = json.loads(file.read_text())
-    found = {work: {"schedule": "another"}, "matmul/new": {"schedule": "tile"}}
-    assert after == before | {"identity": {"device": "G"}, "winners": before["winners"] | found}
-    assert file.read_text().count("\n") < 2 * len(after["winners"])
