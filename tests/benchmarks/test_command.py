@@ -12,6 +12,7 @@ from benchmarks.suite import Case, Choice
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("what", ["ops", "rollout", "train"])
 def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
     assert command.main(what.split()) == 2
     assert capsys.readouterr().err.splitlines() == [
