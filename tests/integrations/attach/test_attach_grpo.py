@@ -171,8 +171,7 @@ def test_mutant_trl_s_fused_head_left_in_place(build, monkeypatch, attach, make)
 
 
 def test_mutant_a_later_update_that_is_reported_as_the_first(monkeypatch, run):
-    made = rollout_drift._MicroBatch
-    monkeypatch.setattr(rollout_drift, "_MicroBatch", lambda first, *rest: made(True, *rest))
+    monkeypatch.setattr(rollout_drift, "LATER", rollout_drift.FIRST)
     trainer, _ = run(num_iterations=2)
     first, second = logged(trainer, "consistency/mismatched_tokens")
     assert first == 0 < second
