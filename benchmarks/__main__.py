@@ -22,15 +22,7 @@ from benchmarks.distributed import distributed_suites
 from benchmarks.ops.suites import op_suites
 from benchmarks.rollout.engines import MODES
 from benchmarks.rollout.suites import rollout_suites
-from benchmarks.suite import (
-    Choice,
-    Suites,
-    code_meta,
-    measure,
-    run_meta,
-    shipped_findings,
-    summary,
-)
+from benchmarks.suite import Choice, Suites, code_meta, measure, run_meta, shipped_findings, summary
 from benchmarks.timing import Machine
 from benchmarks.train import training_suites
 from benchmarks.trl import trl_suites

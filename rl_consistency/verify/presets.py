@@ -8,8 +8,9 @@ would hide a lost low bit.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,78 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl_consistency.kernels.core.operand import DTYPES
 
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-    *("bos_token_id", "eos_token_id"),
-)
+_CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
-
-def _sized(model_type: str, *sizes: int, **options: Any) -> dict[str, Any]:
-    return {"model_type": model_type} | dict(zip(_SIZES, sizes, strict=True)) | options
-
-
-def _rope(theta: float, rope_type: str = "default", **options: float) -> dict[str, Any]:
-    return {"rope_type": rope_type, "rope_theta": theta} | options
-
-
-_TINY = (331, 96, 208, 2, 4, 2, 32, 2048, 0, 1)
-
-
-def _llama3_rope(theta: float, factor: float, original: int) -> dict[str, Any]:
-    factors = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return _rope(theta, "llama3", **factors, original_max_position_embeddings=original)
-
-
-_LLAMA = {"attention_bias": True, "mlp_bias": True}
-_LLAMA |= {"rope_parameters": _llama3_rope(10000.0, 8.0, 256)}
-_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 12, "num_experts_per_tok": 3}
-_EXPERTS |= {"norm_topk_prob": True, "mlp_only_layers": [0]}
-_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 100}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny-qwen3": _sized("qwen3", *_TINY, tie_word_embeddings=True),
-    "tiny-llama": _sized("llama", *_TINY, **_LLAMA),
-    "tiny-qwen2": _sized("qwen2", *_TINY, tie_word_embeddings=True),
-    "tiny-mistral": _sized("mistral", *_TINY, sliding_window=100),
-    "tiny-qwen3-moe": _sized("qwen3_moe", *_TINY, **_EXPERTS),
-    "tiny-olmoe": _sized(
-        "olmoe", 331, 96, 48, 2, 6, 2, 16, 2048, 0, 1, num_experts=8, num_experts_per_tok=2
-    ),
-    "tiny-mixtral": _sized("mixtral", *_TINY, **_MIXTRAL),
-}
+PRESETS: Mapping[str, Mapping[str, Any]] = _CONFIGS["tiny"]
 """Tiny model -> its whole configuration; one of every family."""
 
-
-_QWEN: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_parameters": _rope(1_000_000.0)}
-
-
-def _qwen3(*sizes: int, tied: bool) -> dict[str, Any]:
-    other = (8, 128, 40_960, 151_643, 151_645)
-    return _sized("qwen3", 151_936, *sizes, *other, tie_word_embeddings=tied, **_QWEN)
-
-
-def _qwen2(*sizes: int) -> dict[str, Any]:
-    return _sized("qwen2", 151_936, *sizes, 151_643, 151_643, tie_word_embeddings=True, **_QWEN)
-
-
-def _llama3(*sizes: int, tied: bool, rope: dict[str, Any]) -> dict[str, Any]:
-    options = {"tie_word_embeddings": tied, "rms_norm_eps": 1e-5, "rope_parameters": rope}
-    return _sized("llama", 128_256, *sizes, 128_000, 128_001, **options)
-
-
-_llama32 = partial(_llama3, tied=True, rope=_llama3_rope(500_000.0, 32.0, 8192))
-
-REAL_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
-    "llama3-8b": _llama3(*(4096, 14_336, 32, 32, 8, 128, 8192), tied=False, rope=_rope(500_000.0)),
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 64, 32_768),
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 128, 131_072),
-    "llama3.2-1b": _llama32(2048, 8192, 16, 32, 8, 64, 131_072),
-    "llama3.2-3b": _llama32(3072, 8192, 28, 24, 8, 128, 131_072),
-}
+REAL_PRESETS: Mapping[str, Mapping[str, Any]] = _CONFIGS["real"]
 """Model of real shape -> its whole published configuration; meant for a GPU."""
 
 
