@@ -123,9 +123,10 @@ def test_the_wheel_brings_every_recipe(wheel):
     assert packed == shipped and shipped
 
 
-def test_the_wheel_brings_the_findings_that_are_shipped(wheel):
-    packed = zipfile.ZipFile(wheel).read("rl_consistency/kernels/core/shipped_findings.json")
-    assert packed == (ROOT / "kernels" / "core" / "shipped_findings.json").read_bytes()
+@pytest.mark.parametrize("file", ["kernels/core/shipped_findings.json", "verify/presets.json"])
+def test_the_wheel_brings_its_data(wheel, file):
+    packed = zipfile.ZipFile(wheel).read(f"rl_consistency/{file}")
+    assert packed == (ROOT / "rl_consistency" / file).read_bytes()
 
 
 def test_the_wheel_declares_its_command_and_licence(wheel):
