@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from tests.kernels import compile_for_sm90
 
@@ -40,9 +41,12 @@ KERNELS = GLUON | {
 MOST_SPILLED = {"attention-256": 128}
 """Bytes; 64 where none are given. Addresses of the copying warps spill a few; sums of a tile would
 be hundreds, those of a wide head 500: the compiler likes to put off adding to them."""
-SPILLED = {"attention_wide_dq_kernel": 216, "fold_runs_tma_kernel": 160}
+SPILLED = {"attention_wide_dq_kernel": 208, "fold_runs_tma_kernel": 160}
+if triton.__version__ < "3.7":
+    SPILLED = {"attention_wide_dq_kernel": 216, "fold_runs_tma_kernel": 1432}
 """The same of kernels that spill more. The widest tiles of the fold keep what finds their gradient
-again beside all their accumulators; on an H200 they are the fastest of their kind."""
+again beside all their accumulators, and with Triton 3.6 some accumulators too. On an H200, with
+that Triton, they are the fastest of their kind."""
 
 
 @pytest.fixture(scope="module")
