@@ -169,8 +169,12 @@ def token_weights(
 
     The counts are those of the whole batch of an optimizer step, so that micro-batches add up.
     `keep` is bool [S], False for a dropped sequence, whose tokens get the weight 0; it does not
-    change the counts.
+    change the counts. ValueError where a count is less than these sequences need.
     """
+    too_few = num_sequences_global < len(lengths) or total_tokens < sum(lengths)
+    if too_few or max_tokens < max(lengths, default=0):
+        counts = f"{num_sequences_global} sequences, {total_tokens} tokens, max_tokens {max_tokens}"
+        raise ValueError(f"weights need counts of a whole batch; got {counts} for {lengths}")
     denominators = {
         "grpo": [num_sequences_global * length for length in lengths],
         "dr_grpo": [num_sequences_global * max_tokens for _ in lengths],

@@ -89,7 +89,7 @@ HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "o
 
 
 def quiet(line: str) -> None:
-    """Tells nobody."""
+    """Shows no phase."""
 
 
 def train(

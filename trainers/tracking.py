@@ -1,7 +1,7 @@
 """Where the metrics of a step go: the console, wandb and the run's files; what a run says, and when
 its steps end.
 
-Nobody needs wandb for a run: its failures cost one warning.
+A run needs no wandb: if wandb fails, the run warns once and goes on.
 """
 
 from __future__ import annotations

@@ -187,10 +187,10 @@ def _settings(a: Run, b: Run) -> dict[str, dict[str, list[str | None]] | None]:
     """Both values of the recipe's keys and the fingerprint's entries that differ; None where one
     is unknown."""
 
-    def differing(x: Mapping[str, str] | None, y: Mapping[str, str] | None, *besides: str):
+    def differing(x: Mapping[str, str] | None, y: Mapping[str, str] | None, *left_out: str):
         if x is None or y is None:
             return None
-        pairs = {name: [x.get(name), y.get(name)] for name in {**x, **y} if name not in besides}
+        pairs = {name: [x.get(name), y.get(name)] for name in {**x, **y} if name not in left_out}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     recipe = differing(a.recipe, b.recipe, *OWN)

@@ -56,7 +56,7 @@ class BlockManager:
     def reset(self) -> None:
         """Take every block back and forget all contents."""
         self._blocks = [_Block() for _ in range(self.num_blocks)]
-        # Blocks that nobody holds: those without content, then the least recently released first.
+        # Free blocks: those without content first, then the least recently released one.
         self._free = OrderedDict.fromkeys(range(self.num_blocks))
         self._by_key: dict[_Key, int] = {}
         self._last_prefix_id = _ROOT

@@ -58,7 +58,7 @@ def expected(sequence):
 
 @dataclass(eq=False)
 class ToyStep:
-    """A launched step; computed already, but nobody may look before `wait`."""
+    """A launched step. It is computed already; `wait` gives its tokens."""
 
     runner: ToyRunner
     chunks: list[ScheduledChunk]

@@ -296,3 +296,12 @@ def test_metrics_of_several_updates_keep_their_extremes():
     assert found["policy/ratio/max"] == first["policy/ratio/max"] > second["policy/ratio/max"]
     assert found["loss"] == (first["loss"] + second["loss"]) / 2
     assert found.keys() == first.keys()
+
+
+@pytest.mark.parametrize("count", ["num_sequences_global", "total_tokens", "max_tokens"])
+def test_a_count_that_is_not_of_the_whole_batch_is_refused(count):
+    whole = {"num_sequences_global": 2, "total_tokens": 5, "max_tokens": 3}
+    assert token_weights([2, 3], "dapo", **whole).sum() == 1
+    for kind in ("grpo", "dr_grpo", "dapo"):
+        with pytest.raises(ValueError, match="counts of a whole batch"):
+            token_weights([2, 3], kind, **whole | {count: whole[count] - 1})
