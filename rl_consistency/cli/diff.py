@@ -60,14 +60,6 @@ class Quantity:
         return f"{len(self.differing)} of {self.parts} differ, first {self.differing[0]}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    text = "directory that `rl-consistency train` wrote"
-    parser.add_argument("run_a", type=Path, help=text)
-    parser.add_argument("run_b", type=Path, help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
-
-
 def run(args: argparse.Namespace) -> int:
     """Compare; 0 where all common steps are equal, 1 where one is not."""
     if args.json is not None:
