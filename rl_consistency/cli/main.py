@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        texts = {"help": command.help, "description": command.help}
+        texts: dict[str, Any] = {"help": command.help, "description": command.help}
         command.add_arguments(subparsers.add_parser(name, **texts, allow_abbrev=False))
     return parser
 
