@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -18,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from rl_consistency.cli.outputs import add_outputs, outputs
 from rl_consistency.cli.verify import DTYPES, chosen_device
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import (
     Localization,
@@ -62,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
     text = "leave out the runs with one op unlike the others"
     parser.add_argument("--no-ablation", dest="ablation", action="store_false", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
-    text = "draw how the difference grows, as PNG"
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
+    picture = "draw how the difference grows, as PNG"
+    add_outputs(parser, json="write the result to a file", picture=picture)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,19 +77,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompt needs --model DIR.")
     if args.bundle is not None and args.max_tokens is not None:
         raise ValueError("--max-tokens goes with --prompt; a bundle has its own tokens.")
-    for option in ("json", "picture"):
-        if (file := getattr(args, option)) is not None:
-            require_writable(f"--{option}", file)
     options = {"between": tuple(args.between), "ablation": args.ablation}
-    found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
-    _print(found)
-    record = found.as_record()
-    if args.json is not None:
-        write_output(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if args.picture is not None:
-        from rl_consistency.cli.plots import growth_figure
+    with outputs(args, "localize", "json", "picture") as written:
+        found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
+        _print(found)
+        record = found.as_record()
+        if "json" in written:
+            written["json"](record)
+        if "picture" in written:
+            from rl_consistency.cli.plots import growth_figure
 
-        growth_figure(record["ops"]).savefig(args.picture, format="png", dpi=160)
+            written["picture"](growth_figure(record["ops"]))
     return 0 if found.equal or not found.promised else 1
 
 
