@@ -26,7 +26,8 @@ from benchmarks.suite import Choice, Suites, code_meta, measure, run_meta, shipp
 from benchmarks.timing import Machine
 from benchmarks.train import training_suites
 from benchmarks.trl import trl_suites
-from rl_consistency.cli.outputs import Outputs, add_outputs, outputs
+from rl_consistency.cli.arguments import add_outputs
+from rl_consistency.cli.outputs import Outputs, outputs
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.verify.checks.accuracy import ERROR_GROWTH_LIMIT, accuracy_rows, long_fold_rows
 

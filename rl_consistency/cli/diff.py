@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.cli.outputs import Outputs, add_outputs, outputs
+from rl_consistency.cli.outputs import Outputs, outputs
 from rl_consistency.numerics.files import unseal
 from rl_consistency.trainers.config.strict_yaml import read
 from rl_consistency.trainers.run_directory.checkpoint import STATE, list_checkpoints
@@ -59,14 +59,6 @@ class Quantity:
         if self.differing == [""]:
             return "differ"
         return f"{len(self.differing)} of {self.parts} differ, first {self.differing[0]}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    text = "directory that `rl-consistency train` wrote"
-    parser.add_argument("run_a", type=Path, help=text)
-    parser.add_argument("run_b", type=Path, help=text)
-    add_outputs(parser, json="write the result to a file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from rl_consistency.cli.outputs import add_outputs, outputs
-from rl_consistency.cli.verify import DTYPES, chosen_device
+from rl_consistency.cli.outputs import outputs
+from rl_consistency.cli.verify import chosen_device
 from rl_consistency.models.patch import patch
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import (
@@ -37,32 +37,6 @@ from rl_consistency.trainers.launch import refuse_many_processes, threads
 from rl_consistency.trainers.policy import eos_token_ids, load_policy, read_config, read_model
 from rl_consistency.trainers.run_directory.checkpoint import WEIGHTS, list_checkpoints, load_weights
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    text = "a replay bundle, which a run writes under replay/ when tokens differ"
-    parser.add_argument("bundle", type=Path, nargs="?", help=text)
-    text = "a model directory; with a bundle, in place of its run's own model and checkpoints"
-    parser.add_argument("--model", type=Path, metavar="DIR", help=text)
-    text = "without a bundle: what to complete, and then to run in both ways"
-    parser.add_argument("--prompt", metavar="TEXT", help=text)
-    text = "tokens to complete it with (default: 32)"
-    parser.add_argument("--max-tokens", type=int, metavar="N", help=text)
-    text = (
-        "two of rollout, training, stock, packed_with_gaps, left_padded, right_padded, one_by_one "
-        "and again (default: rollout training; with --other: training training)"
-    )
-    parser.add_argument("--between", nargs=2, metavar="SIDE", help=text)
-    text = "another run, whose weights the second side has: a model directory or a replay bundle"
-    parser.add_argument("--other", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--device", help="where to run (default: the bundle's, else cpu)")
-    text = f"{', '.join(DTYPES)} of --model (default: its own)"
-    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
-    text = "leave out the runs with one op unlike the others"
-    parser.add_argument("--no-ablation", dest="ablation", action="store_false", help=text)
-    picture = "draw how the difference grows, as PNG"
-    add_outputs(parser, json="write the result to a file", picture=picture)
 
 
 def run(args: argparse.Namespace) -> int:

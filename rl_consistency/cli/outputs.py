@@ -33,15 +33,6 @@ Outputs = Mapping[str, Callable[[Any], None]]
 """Option -> what takes its content; there is none where the option was not given."""
 
 
-def add_outputs(parser: argparse.ArgumentParser, **options: str) -> None:
-    """Options that name a file, with their help, and `--force`."""
-    for option, text in options.items():
-        help_text = f"{text}; - is standard output"
-        parser.add_argument(f"--{option}", metavar="FILE", help=help_text)
-    text = "replace a file that this command did not write, or that was changed since"
-    parser.add_argument("--force", action="store_true", help=text)
-
-
 @contextmanager
 def outputs(args: argparse.Namespace, command: str, *options: str) -> Iterator[Outputs]:
     """What takes the content of each option that was given: `json` a mapping, `picture` a figure.

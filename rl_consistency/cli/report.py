@@ -26,11 +26,6 @@ from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows, read_rows, run_file
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's argument."""
-    parser.add_argument("run_dir", help="directory that `rl-consistency train` wrote")
-
-
 def run(args: argparse.Namespace) -> int:
     """Render the page and print where it is."""
     print(render(args.run_dir))

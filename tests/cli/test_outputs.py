@@ -10,8 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from rl_consistency.cli import outputs as module
+from rl_consistency.cli.arguments import add_outputs
 from rl_consistency.cli.main import main
-from rl_consistency.cli.outputs import add_outputs, outputs
+from rl_consistency.cli.outputs import outputs
 from rl_consistency.numerics.files import seal
 
 READ_ONLY = Path("/proc")
