@@ -14,6 +14,15 @@ PROCESS_BYTES = 6 * 2**30
 """Bytes of a GPU's memory for each process by default: its context and some tensors."""
 
 
+def add_outputs(parser: argparse.ArgumentParser, **options: str) -> None:
+    """Options that name a file, with their help, and `--force`."""
+    for option, text in options.items():
+        help_text = f"{text}; - is standard output"
+        parser.add_argument(f"--{option}", metavar="FILE", help=help_text)
+    text = "replace a file that this command did not write, or that was changed since"
+    parser.add_argument("--force", action="store_true", help=text)
+
+
 class Command(NamedTuple):
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -49,7 +58,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--preset", metavar="NAME", nargs="+", action="extend", help=text)
     text = f"{', '.join(DTYPES)} (default: the first two, on a GPU all)"
     parser.add_argument("--dtype", metavar="DTYPE", nargs="+", action="extend", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
+    add_outputs(parser, json="write all results to a file")
     extent = parser.add_mutually_exclusive_group()
     text = "a smaller sweep, and two layers of a model of real shape (default on a GPU)"
     extent.add_argument("--quick", action="store_true", help=text)
@@ -120,16 +129,15 @@ def _localize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
     text = "leave out the runs with one op unlike the others"
     parser.add_argument("--no-ablation", dest="ablation", action="store_false", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
-    text = "draw how the difference grows, as PNG"
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
+    picture = "draw how the difference grows, as PNG"
+    add_outputs(parser, json="write the result to a file", picture=picture)
 
 
 def _diff(parser: argparse.ArgumentParser) -> None:
     text = "directory that `rl-consistency train` wrote"
     parser.add_argument("run_a", type=Path, help=text)
     parser.add_argument("run_b", type=Path, help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
+    add_outputs(parser, json="write the result to a file")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:

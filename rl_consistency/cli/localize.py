@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -18,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from rl_consistency.cli.outputs import outputs
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import (
     Localization,
@@ -52,19 +51,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompt needs --model DIR.")
     if args.bundle is not None and args.max_tokens is not None:
         raise ValueError("--max-tokens goes with --prompt; a bundle has its own tokens.")
-    for option in ("json", "picture"):
-        if (file := getattr(args, option)) is not None:
-            require_writable(f"--{option}", file)
     options = {"between": tuple(args.between), "ablation": args.ablation}
-    found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
-    _print(found)
-    record = found.as_record()
-    if args.json is not None:
-        write_output(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if args.picture is not None:
-        from rl_consistency.cli.plots import growth_figure
+    with outputs(args, "localize", "json", "picture") as written:
+        found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
+        _print(found)
+        record = found.as_record()
+        if "json" in written:
+            written["json"](record)
+        if "picture" in written:
+            from rl_consistency.cli.plots import growth_figure
 
-        growth_figure(record["ops"]).savefig(args.picture, format="png", dpi=160)
+            written["picture"](growth_figure(record["ops"]))
     return 0 if found.equal or not found.promised else 1
 
 

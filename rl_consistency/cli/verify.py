@@ -8,7 +8,6 @@ an algorithm must end with the same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -26,8 +25,8 @@ from rich.table import Table
 
 from rl_consistency.cli.arguments import DTYPES, MOST_PROCESSES, PROCESS_BYTES
 from rl_consistency.cli.console import live_progress, report_mutants
+from rl_consistency.cli.outputs import outputs
 from rl_consistency.kernels.core import operand
-from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.trainers.launch import refuse_many_processes
 from rl_consistency.verify import run as checks
@@ -49,27 +48,28 @@ DIGITS = 12
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 when every row is green, 1 when one is red."""
     refuse_many_processes()
-    if args.json is not None:
-        require_writable("--json", args.json)
-    device, start = chosen_device(args.device), time.perf_counter()
+    with outputs(args, "verify", "json") as written:
+        device, start = chosen_device(args.device), time.perf_counter()
+        passed, content = _checked(args, device)
+        if "json" in written:
+            record = {"passed": passed, "seconds": time.perf_counter() - start}
+            found = fingerprint(device)
+            record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
+            record["machine"] = _machine(device)
+            written["json"](record | content)
+    return 0 if passed else 1
+
+
+def _checked(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Whether all is as it has to be, and the data."""
     if args.world is None:
         _refuse(args, WORLD_OPTIONS, "only --world takes them")
     if args.mutants:
         _refuse(args, ("dtype", *TARGETS, *WORLD_OPTIONS), "--mutants runs on a model of its own")
     if args.world is not None:
         _refuse(args, TARGETS, "--world runs on a model of its own")
-        passed, content = _run_world(args, device)
-    elif args.mutants:
-        passed, content = _run_mutants(device)
-    else:
-        passed, content = _run_claims(args, device)
-    if args.json is not None:
-        record = {"passed": passed, "seconds": time.perf_counter() - start}
-        found = fingerprint(device)
-        record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
-        record["machine"] = _machine(device)
-        write_output(args.json, json.dumps(record | content, indent=1) + "\n")
-    return 0 if passed else 1
+        return _run_world(args, device)
+    return _run_mutants(device) if args.mutants else _run_claims(args, device)
 
 
 def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
