@@ -302,7 +302,8 @@ def _registered(config: PreTrainedConfig) -> dict[str, Any]:
         experts, cls = config._experts_implementation, f"{SPARSE[config.model_type]}Experts"
         found[f"experts implementation {experts!r}"] = ALL_EXPERTS_FUNCTIONS.get(experts)
         if f"{cls}._apply_gate" not in identity.installed(source.__name__).functions:
-            found[f"{source.__name__}.{cls}._apply_gate"] = getattr(source, cls)._apply_gate
+            gate = getattr(getattr(source, cls), "_apply_gate", None)
+            found[f"{source.__name__}.{cls}._apply_gate"] = gate
     return {place: function for place, function in found.items() if function is not None}
 
 

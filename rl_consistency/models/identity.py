@@ -108,7 +108,8 @@ class InstalledFile:
                 case _:
                     pass
         if not prefix:
-            made = {t.id for n in body for t in _targets(n) if isinstance(t, ast.Name)}
+            targets = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
+            made = {target.id for target in targets if isinstance(target, ast.Name)}
             for name in made | self.functions.keys() | self.classes.keys():
                 self.imports.pop(name, None)
 
@@ -116,10 +117,6 @@ class InstalledFile:
         """Names of the functions of a class, without those of its bases."""
         start = f"{name}."
         return {key.removeprefix(start) for key in self.functions if key.startswith(start)}
-
-
-def _targets(node: ast.stmt) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else []
 
 
 def _record(name: str) -> tuple[Path | None, str]:
@@ -180,9 +177,12 @@ def _class_differs(
     if _MISSING not in bases and tuple(bases or [object]) != cls.__bases__:
         yield Difference(place, f"a class of the bases {', '.join(map(described, cls.__bases__))}")
     members = file.members(node.name)
-    # A class may get its base's wrapper, or `__call__ = _wrapped_call_impl` of its body.
-    assigned = {t.id for n in node.body for t in _assigned(n) if isinstance(t, ast.Name)}
-    known = members | assigned
+    known = {*members}
+    for name, value in _assigned_names(node):  # as `__call__ = _wrapped_call_impl`
+        known.add(name)
+        found, right = vars(cls).get(name), _resolved(value, {**space, **vars(cls)})
+        if found is not right:
+            yield Difference(place, f"a class with another {name}: {described(found)}")
     if cls is nn.Module:  # no forward calls the rest, which libraries change
         members &= {*_CALLED}
     for member in sorted(members):
@@ -216,8 +216,14 @@ def _call_differs(base: type) -> Iterator[Difference]:
             yield Difference(place, f"a class with another {member}: {what}")
 
 
-def _assigned(node: ast.stmt) -> list[ast.expr]:
-    return [node.target] if isinstance(node, ast.AnnAssign) else _targets(node)
+def _assigned_names(node: ast.ClassDef) -> Iterator[tuple[str, ast.Name]]:
+    """Members that the body of a class makes of other names."""
+    for statement in node.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            one = isinstance(statement, ast.AnnAssign)
+            for target in [statement.target] if one else statement.targets:
+                if isinstance(target, ast.Name) and isinstance(statement.value, ast.Name):
+                    yield target.id, statement.value
 
 
 def _function_differs(
@@ -374,6 +380,7 @@ class Watch:
 
     def __init__(self, places: Mapping[str, Collection[str]]) -> None:
         self._keys: list[tuple[Any, tuple[str, ...]]] = []
+        self._classes: list[type] = []
         for name, names in places.items():
             file, space = installed(name), vars(sys.modules[name])
             own = {k for k in file.functions if "." not in k and (k in names or EVERY in names)}
@@ -381,6 +388,7 @@ class Watch:
             self._keys.append((space, (*own, *classes, *file.imports)))
             for key in classes:
                 if isinstance(cls := space.get(key), type):
+                    self._classes.append(cls)
                     members = (*file.members(key), *PROTOCOL)
                     self._keys.append((vars(cls), members if cls is not nn.Module else _CALLED))
         held = [mapping.get(key) for mapping, keys in self._keys for key in keys]
@@ -391,4 +399,5 @@ class Watch:
         """What stands there now; equal for equal states."""
         values = [value for mapping, keys in self._keys for value in map(mapping.get, keys)]
         values += map(_PARTS_OF_CODE, self._functions)
+        values += (cls.__bases__ for cls in self._classes)
         return *values, *(module.forward for module in self._modules)

@@ -253,7 +253,8 @@ class ForwardWatch:
         self._model = weakref.ref(model)
         modules = list(model.modules())
         self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
-        self._code = families.CodeWatch(model.config) if hasattr(model, "config") else None
+        config: Any = getattr(model, "config", None)
+        self._code = families.CodeWatch(config) if config is not None else None
 
     def read(self) -> ForwardState:
         """The state now; a module that is gone or lacks an attribute is in it as None."""
