@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
+from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -242,6 +243,8 @@ _TORCH: dict[str, tuple[Any, Any]] = {
     **{name: (torch, getattr(torch, name)) for name in _OF_TORCH},
 }
 """Functions of torch that stock forwards call: their module, and what they were at import."""
+_METHODS = {name: f for name, f in vars(torch.Tensor).items() if hasattr(torch._C.TensorBase, name)}
+"""Methods in Python that hide a tensor's own, as they were at import."""
 
 _STANDS_ON: dict[str, tuple[str, ...]] = {
     "torch.nn.functional": _OF_FUNCTIONAL,
@@ -316,7 +319,8 @@ class CodeWatch:
     def read(self, config: PreTrainedConfig) -> tuple[object, ...]:
         """What is called now; equal for equal states."""
         torchs = (getattr(module, function) for function, (module, _) in _TORCH.items())
-        return *torchs, *_registered(config).values(), *self._watch.read()
+        methods = vars(torch.Tensor).values()
+        return *torchs, *methods, *_registered(config).values(), *self._watch.read()
 
 
 def check_code(config: PreTrainedConfig) -> None:
@@ -338,6 +342,11 @@ def _differences(config: PreTrainedConfig) -> Iterator[identity.Difference]:
         is_own = is_own or (module is F and name in in_python) or _is_linear_of_zero_3(now)
         if not is_own:
             yield identity.Difference(f"{module.__name__}.{name}", identity.described(now))
+    for name, method in vars(torch.Tensor).items():
+        in_c = isinstance(getattr(torch._C.TensorBase, name, None), MethodDescriptorType)
+        is_own = method is _METHODS.get(name) and identity.home(method).startswith("torch.")
+        if in_c and isinstance(method, FunctionType) and not is_own:
+            yield identity.Difference(f"torch.Tensor.{name}", identity.described(method))
     for module, names in stands_on(config).items():
         yield from identity.differences(module, names)
 

@@ -113,6 +113,16 @@ def defaults(monkeypatch):
     monkeypatch.setattr(modeling_llama.apply_rotary_pos_emb, "__defaults__", (2,))
 
 
+def _wrap(old):
+    called = old if callable(old) else old.fget
+
+    @functools.wraps(called)
+    def around(*given, **named):
+        return called(*given, **named)
+
+    return around
+
+
 Attention = modeling_llama.LlamaAttention
 REPLACED = {
     "a mask with a prefix": prefix_mask,
@@ -135,6 +145,7 @@ REPLACED = {
     ),
     "a function of frequencies": frequencies,
     "the defaults of a function": defaults,
+    "a method of tensors": wrapped(_wrap, torch.Tensor, "mean"),
 }
 
 
@@ -272,16 +283,6 @@ def _places(config):
 
 def _replace(old):
     return (lambda *given, **named: None) if not isinstance(old, type) else type("Other", (), {})
-
-
-def _wrap(old):
-    called = old if callable(old) else old.fget
-
-    @functools.wraps(called)
-    def around(*given, **named):
-        return called(*given, **named)
-
-    return around
 
 
 def _subclass(old):
