@@ -89,7 +89,7 @@ def _check_rope(rope: Any, where: str) -> None:
                 raise PolicyError(f"{where}: {key} is {value!r}: give one of {allowed}")
         elif isinstance(value, str | list) and key not in _LISTS:
             raise PolicyError(f"{where}: {key} is {value!r}: give a number")
-        elif type(value) in (int, float) and value <= 0:
+        elif isinstance(value, int | float) and value <= 0 and value is not False:
             raise PolicyError(f"{where}: {key} is {value!r}: give a number above 0")
 
 
