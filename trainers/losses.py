@@ -141,14 +141,9 @@ class LossOutput(ClippedLoss):
 
 
 def mean_metrics(updates: Sequence[LossOutput]) -> dict[str, float]:
-    """The metrics of several updates: the least of what is a least one, the largest of what is a
-    largest one, and the means of the others."""
-    each = [update.metrics() for update in updates]
-    merge = {"min": min, "max": max}
-    return {
-        name: merge.get(name.rpartition("/")[2], fmean)([metrics[name] for metrics in each])
-        for name in each[0]
-    }
+    """The metrics of several updates: over all their tokens, and the mean of their losses."""
+    losses = [update.loss.item() for update in updates]
+    return merge_outputs(updates).metrics() | {"loss": fmean(losses)}
 
 
 def token_weights(
