@@ -206,7 +206,7 @@ class GRPOTrainer:
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        shaped, lengths = torch.tensor(rewards.total, dtype=torch.float32), experience.lengths
+        shaped, lengths = torch.tensor(rewards.total, dtype=torch.float64), experience.lengths
         if algorithm.overlong == "penalty":
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
@@ -218,7 +218,7 @@ class GRPOTrainer:
         return metrics | self._judge(experience, shaped), experience
 
     def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
-        """Give each token its advantage, from the rewards [S] fp32 of the samples."""
+        """Give each token its advantage, from the rewards [S] fp64 of the samples."""
         kind, groups = self.config.algorithm.advantage, rewards.view(-1, self._sampling.n)
         advantages = group_advantages(rewards, self._sampling.n, kind=kind)
         each = per_token(advantages, experience.lengths)

@@ -122,3 +122,21 @@ def test_weights_changed_after_the_hand_over_are_refused(tiny_run, monkeypatch):
     monkeypatch.setattr(RolloutEngine, "generate", generate)
     with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
         tiny_run()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+def test_rewards_that_fp32_cannot_tell_apart_have_the_advantages_of_small_ones(
+    make_trainer, advantage
+):
+    """The penalty is in fourths, which fp64 adds to 1e8 without rounding."""
+    found = []
+    for offset in (0.0, 1e8):
+        given = lambda completions, at=offset, **_: [at + i for i in range(len(completions))]  # noqa: E731
+        penalty = {"algorithm.overlong": "penalty", "algorithm.overlong_buffer": 4}
+        changes = {"rollout.sampling.max_tokens": 4, "algorithm.advantage": advantage}
+        trainer = make_trainer(RecordingHook(), given, **penalty | changes)
+        index, completions = trainer._roll_out(1)
+        metrics, experience = trainer._experience(1, index, completions)
+        assert metrics["reward/equal_group_fraction"] == 0
+        found.append(torch.cat([*experience.advantages]))
+    assert torch.equal(*found) and bool(found[0].all())
