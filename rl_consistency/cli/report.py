@@ -103,6 +103,8 @@ def _verdict(rows: Rows) -> str:
     if ours is not None and rerouted:
         ours += f", {rerouted:,.0f} met other experts"
     passed = f" passed: {sum(checks):.0f} of {len(checks)}" if checks else ": none in this run"
+    if empty := sum(series(rows, "consistency/gradient_check/without_gradient")[1]):
+        passed += f"; in {empty:.0f} there was no gradient, nothing checked"
     details = (
         f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
         f"Gradient checks{passed}."

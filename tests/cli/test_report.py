@@ -100,6 +100,11 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert labels == [s.title for s in SECTIONS if s is not WORST]
 
 
+def test_the_verdict_says_which_gradient_checks_had_no_gradient(tmp_path, undrawn):
+    run = make_run(tmp_path / "run", more={"consistency/gradient_check/without_gradient": True})
+    assert "; in 2 there was no gradient, nothing checked." in render(run).read_text("utf-8")
+
+
 def test_tokens_that_met_other_experts_turn_the_verdict_bad(tmp_path, undrawn):
     """Equal logprobs alone do not pass."""
     run = make_run(tmp_path / "run", more={"consistency/rerouted_tokens": 3})

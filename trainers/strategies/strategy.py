@@ -161,14 +161,16 @@ class Strategy(ABC):
         again = self.gradients()
         counts = {n: int((bits(again[n]) != bits(g)).sum()) for n, g in trained.items()}
         bad = sum(int((~g.isfinite()).sum()) for g in again.values())
-        found = [counts.get(name, 0) for name in self.numels]
+        nonzero = sum(int((g != 0).sum()) for g in again.values())
+        found = [*(counts.get(name, 0) for name in self.numels), nonzero, bad]
         if self.keeps_shards:
-            *found, bad = self.world.reduce("gradient check", [*found, bad], ReduceOp.SUM)
+            found = self.world.reduce("gradient check", found, ReduceOp.SUM)
+        *found, nonzero, bad = found
         differing = dict(zip(self.numels, found, strict=True))
         # Parts of one sequence have no other cut.
         name = "run again" if other == min(size, largest) else f"micro-batch {other}"
         result = RegroupingResult(name, differing)
-        return GradientReport((result,), sum(self.numels.values()), bad)
+        return GradientReport((result,), sum(self.numels.values()), nonzero, bad)
 
     def shared(self, what: str, own: Mapping[int, T]) -> list[T]:
         """The values (plain data) of all ranks, in the order of their keys; each is on one rank."""

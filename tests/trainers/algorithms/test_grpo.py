@@ -179,6 +179,17 @@ def test_truncated_and_tempered_sampling_do_not_drift(tiny_run, changes):
     require_no_drift(*tiny_run(**TWO_CHECKED | {"consistency.gradient_check_every": 2} | changes))
 
 
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_a_check_of_a_gradient_that_is_zero_everywhere_is_not_counted(tiny_run, leaves):
+    changes = {"consistency.gradient_leaves": leaves, "training.steps": 1}
+    summary, rows = tiny_run(
+        **{"reward.functions": [{"name": "exact_match"}], **TWO_CHECKED, **changes}
+    )
+    assert rows[0]["gradient_norm"] == 0 and "consistency/gradient_check/passed" not in rows[0]
+    counts = [summary[f"consistency/gradient_check/{n}"] for n in ("checks", "without_gradient")]
+    assert counts == [0, 1]
+
+
 def test_a_step_in_which_everything_is_masked_moves_nothing(tiny_run):
     _, rows = tiny_run(**{"algorithm.overlong": "mask", "training.steps": 1})
     assert rows[0]["completion/cut_fraction"] == 1 and rows[0]["gradient_norm"] == 0
