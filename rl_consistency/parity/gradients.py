@@ -89,7 +89,7 @@ class GradientReport:
 
     @property
     def without_gradient(self) -> bool:
-        """Whether every element is zero under every grouping, which is neither passed nor failed."""
+        """Whether all elements are zero under every grouping, which neither passed nor failed."""
         return self.elements > 0 and not self.nonzero and not self.mismatched_elements
 
     @property

@@ -74,6 +74,8 @@ policy/clip_fraction  last  share of the tokens of all updates whose ratio the l
 policy/entropy  last  mean entropy at completion tokens, nats
 policy/balance  last  mean load-balancing loss of a sequence, 1 where its experts are met equally
     often; where `algorithm.balance_coefficient` is set
+policy/skipped_updates  last  updates whose completions were all cut and are masked, which moved
+    nothing; where `algorithm.overlong` masks
 policy/ratio/min  last  smallest new / old probability of all updates; 1 in a first one
 policy/ratio/mean  last  mean ratio
 policy/ratio/max  last  largest ratio of all updates

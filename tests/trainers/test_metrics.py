@@ -16,7 +16,7 @@ def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     sparse = {"architecture": "mixtral", "experts": {"count": 4, "per_token": 2}}
     sparse = {f"policy.build.{name}": value for name, value in sparse.items()}
     others = checks | {"data.overlong_prompts": "drop", "consistency.shadow_every": 1} | sparse
-    others |= {"algorithm.balance_coefficient": 0.1}
+    others |= {"algorithm.balance_coefficient": 0.1, "algorithm.overlong": "mask"}
     _, more = tiny_run.of_its_own("ppo", **ppo, **others)
     logged = {name for row in rows + more for name in row} - {"step"}
     known = [name for name, _ in all_metrics()]

@@ -111,7 +111,7 @@ class PPOTrainer(GRPOTrainer):
                 given = self.hook.on_value_gradients, check
                 metrics |= self._told("the critic's gradients", *given)
             with self._timed("critic"):
-                norms.append(self.critic.optimizer.step(norm))
+                norms.append(self._update(self.critic.optimizer, experience, part, norm))
             updates.append(output)
         return metrics | {
             "value/loss": fmean(update.loss.item() for update in updates),

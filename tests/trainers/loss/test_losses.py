@@ -138,6 +138,20 @@ def test_a_dropped_sequence_weighs_nothing_and_the_others_are_unmoved():
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("grpo", [1 / 6, 1 / 6, 0, 0, 0, 1 / 3]), ("dr_grpo", [1 / 12, 1 / 12, 0, 0, 0, 1 / 12])],
+)
+def test_the_token_mean_alone_leaves_out_dropped_tokens_as_trl_does(kind, weights):
+    """TRL's masked losses of three rows: `mask.sum()` of dapo, `.mean()` over all rows of grpo."""
+    given = {"keep": torch.tensor([True, False, True]), "num_sequences_global": 3, "max_tokens": 4}
+    found = [token_weights([2, 3, 1], k, total_tokens=3, **given) for k in (kind, "dapo")]
+    assert found[0].tolist() == pytest.approx(weights)
+    assert found[1].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
+    with pytest.raises(ValueError, match="counts of a whole batch"):
+        token_weights([2, 3, 1], kind, total_tokens=2, **given)
+
+
 def test_equal_logprobs_give_a_ratio_of_exactly_one():
     batch = batch_of(LENGTHS, drift=0.0)
     output = policy_loss(batch, weights_of(LENGTHS, "grpo"))
