@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
-from types import FunctionType, MethodDescriptorType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
@@ -259,13 +260,12 @@ _STANDS_ON: dict[str, tuple[str, ...]] = {
         EVERY,
     ),
     "transformers.modeling_layers": ("GradientCheckpointingLayer",),
-    **dict.fromkeys(
-        (
-            *("transformers.masking_utils", "transformers.modeling_rope_utils"),
-            *("transformers.utils.generic", "transformers.utils.output_capturing"),
-        ),
-        (EVERY,),
-    ),
+    "transformers.modeling_utils": ("AttentionInterface",),
+    "transformers.masking_utils": ("AttentionMaskInterface", EVERY),
+    "transformers.integrations.moe": ("ExpertsInterface", EVERY),
+    "transformers.utils.generic": ("GeneralInterface", EVERY),
+    "transformers.modeling_rope_utils": (EVERY,),
+    "transformers.utils.output_capturing": (EVERY,),
 }
 """Module -> what the forwards of all families call of it; see `installed_code.differences`."""
 
@@ -277,7 +277,7 @@ def stands_on(config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
     parts = (*(prefix + part for part in _parts(config)), f"{prefix}PreTrainedModel")
     chosen = map(origin, _registered(config).values())
     called = dict.fromkeys(filter(None, chosen), (EVERY,))
-    return {**_STANDS_ON, **called, source.__name__: (*parts, EVERY)}
+    return {**called, **_STANDS_ON, source.__name__: (*parts, EVERY)}
 
 
 def is_listed(cls: type, config: PreTrainedConfig) -> bool:
@@ -298,17 +298,22 @@ def _registered(config: PreTrainedConfig) -> dict[str, Any]:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     own = source.eager_attention_forward
     found = {
-        f"attn implementation {attention!r}": source.ALL_ATTENTION_FUNCTIONS.get(attention, own),
-        f"the mask of attention {attention!r}": ALL_MASK_ATTENTION_FUNCTIONS.get(attention),
+        f"attn implementation {attention!r}": _entry(ALL_ATTENTION_FUNCTIONS, attention) or own,
+        f"the mask of attention {attention!r}": _entry(ALL_MASK_ATTENTION_FUNCTIONS, attention),
         f"rope_type {rope!r}": ROPE_INIT_FUNCTIONS.get(rope),
     }
     if config.model_type in SPARSE:
         experts, cls = config._experts_implementation, f"{SPARSE[config.model_type]}Experts"
-        found[f"experts implementation {experts!r}"] = ALL_EXPERTS_FUNCTIONS.get(experts)
+        found[f"experts implementation {experts!r}"] = _entry(ALL_EXPERTS_FUNCTIONS, experts)
         if f"{cls}._apply_gate" not in installed_code.installed(source.__name__).functions:
             gate = getattr(getattr(source, cls), "_apply_gate", None)
             found[f"{source.__name__}.{cls}._apply_gate"] = gate
     return {place: function for place, function in found.items() if function is not None}
+
+
+def _entry(table: Any, name: str | None) -> Any:
+    """What a table of transformers holds under a name, without its methods, which are compared."""
+    return {**type(table)._global_mapping, **table._local_mapping}.get(name)
 
 
 class CodeWatch:
@@ -344,9 +349,9 @@ def _differences(config: PreTrainedConfig) -> Iterator[Difference]:
         if not is_own:
             yield Difference(f"{module.__name__}.{name}", described(now))
     for name, method in vars(torch.Tensor).items():
-        in_c = isinstance(getattr(torch._C.TensorBase, name, None), MethodDescriptorType)
-        is_own = method is _METHODS.get(name) and home(method).startswith("torch.")
-        if in_c and isinstance(method, FunctionType) and not is_own:
+        in_python = not isinstance(method, FunctionType) or home(method).startswith("torch.")
+        is_own = method is _METHODS.get(name) and in_python
+        if hasattr(torch._C.TensorBase, name) and not is_own:
             yield Difference(f"torch.Tensor.{name}", described(method))
     for module, names in stands_on(config).items():
         yield from installed_code.differences(module, names)

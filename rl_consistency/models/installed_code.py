@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import builtins
 import hashlib
 import inspect
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 PROTOCOL = (
@@ -38,6 +40,7 @@ _WRAPPERS = {"no_grad": "context_decorator"}
 """Decorator -> the function whose inner function it leaves, where the names differ."""
 
 _MISSING = object()
+_CONTENTS = attrgetter("cell_contents")
 _PARTS_OF_CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -79,8 +82,14 @@ class InstalledFile:
         """Qualified name -> definitions, of functions of the file and of its classes."""
         self.classes: dict[str, ast.ClassDef] = {}
         self.imports: dict[str, tuple[str, str]] = {}
-        """Name -> the module and the attribute that the file imports under it."""
+        """Name -> the module and the attribute, if any, that the file imports under it."""
+        self.assigned: dict[str, ast.expr] = {}
+        """Name -> what the file assigns to it, of values outside classes."""
         self._read(tree.body)
+        called = {name for code in self.all_code for name in code.co_names if name[:2] != "__"}
+        called &= vars(builtins).keys()
+        self.builtins = called - {*self.imports, *self.assigned, *self.functions, *self.classes}
+        """Names of Python's own that the code reads."""
 
     def _collect(self, code: CodeType) -> None:
         self.code.setdefault(code.co_qualname, []).append(code)
@@ -100,6 +109,15 @@ class InstalledFile:
                     rest = [h.body for h in node.handlers] if isinstance(node, ast.Try) else []
                     for inner in (node.body, *rest, node.orelse):
                         self._read(inner, prefix)
+                case ast.Import() if not prefix:
+                    for alias in node.names:
+                        bound = alias.asname or alias.name.partition(".")[0]
+                        self.imports[bound] = (alias.name if alias.asname else bound), ""
+                case (
+                    ast.Assign(targets=[ast.Name(id=target)], value=ast.expr() as value)
+                    | ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value)
+                ) if not prefix:
+                    self.assigned[target] = value
                 case ast.ImportFrom() if not prefix:
                     origin = "." * node.level + (node.module or "")
                     origin = resolve_name(origin, self._package)
@@ -108,9 +126,7 @@ class InstalledFile:
                 case _:
                     pass
         if not prefix:
-            targets = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
-            made = {target.id for target in targets if isinstance(target, ast.Name)}
-            for name in made | self.functions.keys() | self.classes.keys():
+            for name in (*self.assigned, *self.functions, *self.classes):
                 self.imports.pop(name, None)
 
     def members(self, name: str) -> set[str]:
@@ -150,6 +166,12 @@ def differences(name: str, names: Collection[str]) -> Iterator[Difference]:
         found, right = space.get(key, _MISSING), _imported(origin, attribute)
         if found is not right and _MISSING not in (found, right):
             yield Difference(f"{name}.{key}", described(found))
+    for key in file.builtins & space.keys():
+        yield Difference(f"{name}.{key}", described(space[key]))
+    for key, value in file.assigned.items():
+        cls = _resolved(value.func, space) if isinstance(value, ast.Call) else None
+        if isinstance(cls, type) and type(found := space.get(key)) is not cls:
+            yield Difference(f"{name}.{key}", described(found))
     for key, nodes in file.functions.items():
         if "." not in key and (key in names or EVERY in names):
             found = space.get(key, _MISSING)
@@ -162,6 +184,8 @@ def differences(name: str, names: Collection[str]) -> Iterator[Difference]:
 
 def _imported(origin: str, attribute: str) -> Any:
     module = sys.modules.get(origin)
+    if not attribute:
+        return module or _MISSING
     inner = sys.modules.get(f"{origin}.{attribute}", _MISSING)
     return getattr(module, attribute, inner) if module is not None else _MISSING
 
@@ -266,6 +290,9 @@ def _unwrapped(function: Any, codes: list[CodeType], allowed: list[str]) -> Any:
         elif isinstance(function, FunctionType):
             wrapper = function.__code__.co_qualname.partition(".")[0]
             if not _is_library_code(function) or inner not in _closure(function):
+                return None
+            context = getattr(_closed_over(function, "ctx_factory"), "__self__", None)
+            if wrapper == _WRAPPERS["no_grad"] and type(context) is not torch.no_grad:
                 return None
         else:  # of functools
             wrapper = {"_lru_cache_wrapper": "lru_cache"}.get(type(function).__name__, "")
@@ -380,24 +407,32 @@ class Watch:
 
     def __init__(self, places: Mapping[str, Collection[str]]) -> None:
         self._keys: list[tuple[Any, tuple[str, ...]]] = []
+        self._assigned: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self._classes: list[type] = []
         for name, names in places.items():
             file, space = installed(name), vars(sys.modules[name])
             own = {k for k in file.functions if "." not in k and (k in names or EVERY in names)}
             classes = file.classes.keys() & {*names}
             self._keys.append((space, (*own, *classes, *file.imports)))
+            self._assigned.append((space, (*file.assigned,)))
+            self._keys.append((space, (*file.builtins,)))
             for key in classes:
                 if isinstance(cls := space.get(key), type):
                     self._classes.append(cls)
                     members = (*file.members(key), *PROTOCOL)
                     self._keys.append((vars(cls), members if cls is not nn.Module else _CALLED))
+        # Their identities are compared: two tables may be equal. Those that are held keep theirs.
+        self._held = [space.get(key) for space, keys in self._assigned for key in keys]
         held = [mapping.get(key) for mapping, keys in self._keys for key in keys]
         self._functions = [f for f in held if isinstance(f, FunctionType)]
         self._modules = [m for m in held if isinstance(m, nn.Module)]
+        self._cells = [cell for f in self._functions for cell in f.__closure__ or ()]
 
     def read(self) -> tuple[object, ...]:
         """What stands there now; equal for equal states."""
         values = [value for mapping, keys in self._keys for value in map(mapping.get, keys)]
         values += map(_PARTS_OF_CODE, self._functions)
         values += (cls.__bases__ for cls in self._classes)
+        values += map(_CONTENTS, self._cells)
+        values += (id(v) for space, keys in self._assigned for v in map(space.get, keys))
         return *values, *(module.forward for module in self._modules)

@@ -123,6 +123,26 @@ def _wrap(old):
     return around
 
 
+def another(module, name, value):
+    return lambda monkeypatch: monkeypatch.setattr(module, name, value, raising=False)
+
+
+def cell_of_a_wrapper(monkeypatch):
+    forward = modeling_llama.LlamaForCausalLM.forward
+    place = forward.__code__.co_freevars.index("func")
+    inner = _wrap(forward.__closure__[place].cell_contents)
+    monkeypatch.setattr(forward.__closure__[place], "cell_contents", inner)
+
+
+def with_gradients(monkeypatch):
+    cls = modeling_llama.LlamaRotaryEmbedding
+    monkeypatch.setattr(cls, "forward", torch.enable_grad()(cls.forward.__wrapped__))
+
+
+class OtherMasks(masking_utils.AttentionMaskInterface):
+    pass
+
+
 Attention = modeling_llama.LlamaAttention
 REPLACED = {
     "a mask with a prefix": prefix_mask,
@@ -145,6 +165,14 @@ REPLACED = {
     ),
     "a function of frequencies": frequencies,
     "the defaults of a function": defaults,
+    "a module under its name": another(modeling_llama, "torch", types.ModuleType("torch")),
+    "a function of Python's own": another(masking_utils, "min", lambda *given: given[0]),
+    "a table of masks": another(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", OtherMasks()),
+    "the lookup of attention": wrapped(
+        _wrap, type(modeling_llama.ALL_ATTENTION_FUNCTIONS), "get_interface"
+    ),
+    "the cell of a wrapper": cell_of_a_wrapper,
+    "another context in a wrapper": with_gradients,
     "a method of tensors": wrapped(_wrap, torch.Tensor, "mean"),
 }
 
