@@ -57,6 +57,9 @@ _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_im
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 _ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))
 
+UNWATCHED = {"training", "_rotary_table", *_CHECKPOINTING, *_ZERO_3_COUNTERS}
+"""Attributes that come and go while a patched model works."""
+
 
 class Fault(NamedTuple):
     """A place that is not as the config makes it, or that the patched forward would pass over."""
@@ -304,11 +307,10 @@ def _version(buffer: Tensor | None) -> int:
 
 def _getter(module: nn.Module) -> itemgetter[Any]:
     """Takes the containers and the plain attributes of a module out of its dictionary."""
-    unwatched = {"training", "_rotary_table", *_CHECKPOINTING, *_ZERO_3_COUNTERS}
     plain = [
         key
         for key, value in vars(module).items()
-        if key not in unwatched and (value is None or isinstance(value, (bool, int, float, str)))
+        if key not in UNWATCHED and (value is None or isinstance(value, (bool, int, float, str)))
     ]
     return itemgetter("_parameters", "_modules", "_buffers", *HOOKS, *plain)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -33,8 +33,15 @@ from rl_consistency.rollout.weights import WeightsWatch
 class StepLoop:
     """Serves the sequences of one rollout, step by step."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        look: Callable[[Callable[[], bool] | None], None] = lambda is_busy: None,
+    ) -> None:
         self._runner, self._scheduler, self._blocks = runner, scheduler, blocks
+        self._look = look  # at the model, while the device is busy
         self._in_flight: PendingStep | None = None
         self._has_begun = self._is_abandoned = False
         self._started = perf_counter()
@@ -57,6 +64,8 @@ class StepLoop:
         ended = self._take_in() if self._scheduler.prefers_report else []
         launched = self._launch()
         try:
+            awaited = self._in_flight or launched
+            self._look(None if awaited is None else awaited.is_busy)
             ended += self._take_in()
         finally:
             self._in_flight = launched
@@ -325,7 +334,7 @@ class RolloutEngine:
                     self._requests.end(sequence)
                 completions = self._requests.take_completions()
                 if self._loop.has_unfinished:
-                    self._weights.after_step(ends_samples=bool(completions))
+                    self._weights.after_step()
                 else:
                     self._weights.after_rollout()
                     self._weights.withdrawals()
@@ -374,6 +383,8 @@ class RolloutEngine:
                         tokens = loop.statistics.decode_tokens
                         report(tokens, requests.num_finished, requests.num_samples)
                     yield from completions
+                    if completions:
+                        self._weights.look_at_all()
         finally:
             with self._lock:
                 if self._loop is loop and self.has_unfinished:
@@ -394,10 +405,12 @@ class RolloutEngine:
         self._requests.restart()
 
     def _new_loop(self) -> StepLoop:
-        return StepLoop(self._runner, Scheduler(self._blocks, **self._limits), self._blocks)
+        scheduler = Scheduler(self._blocks, **self._limits)
+        return StepLoop(self._runner, scheduler, self._blocks, self._weights.in_step)
 
     def _abandon(self) -> None:
         """Drop all that is unfinished, in whatever state it is; nothing of it is handed out."""
+        self._weights.end()
         self._requests.restart()
         self._loop.abandon()
 

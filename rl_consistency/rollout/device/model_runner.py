@@ -67,6 +67,12 @@ class PendingStep:
     done: torch.cuda.Event | None
     replayed_prefill: bool  # whether chunks of several tokens ran through graphs
 
+    @property
+    def is_busy(self) -> Callable[[], bool] | None:
+        """Tells whether the device still works on it; None on a CPU, where all is done."""
+        done = self.done
+        return None if done is None else lambda: not done.query()
+
     def wait(self) -> list[SampledTokens]:
         """Wait for this step alone; returns what each of `chunks` sampled, a NaN logprob where the
         row's logits are."""
