@@ -158,7 +158,8 @@ def _peak(run: Any, size: int, length: int, prompt: int) -> int:
 
     def backward(batch: range, is_filler: bool) -> None:
         given = {"prompt_lengths": [prompt] * size, "sampling": run.config.sampling}
-        scored = token_logprobs(ranks.model, [[token] * length] * size, **given)
+        sequences = [[token] * length] * size
+        scored = token_logprobs(ranks.model, sequences, **given, check_support=False)
         ranks.backward(scored.logprobs.sum())
 
     before = torch.cuda.memory_allocated(device)

@@ -23,8 +23,8 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, list_digest
 from rl_consistency.parity.drift import DriftReport, Sample, compare_logprobs, total_of
+from rl_consistency.parity.drift_monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.gradients import GradientReport, check_gradients
-from rl_consistency.parity.monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.stock import shadow_stock_path
 from rl_consistency.trainers.run_directory.step_files import Digests
 

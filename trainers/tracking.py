@@ -24,9 +24,9 @@ from rl_consistency.integrations.wandb_drift import log_drift, log_file
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.drift import worst_tokens
+from rl_consistency.parity.drift_monitor import Mismatch
 from rl_consistency.parity.histograms import split_counts
 from rl_consistency.parity.metrics import all_metrics
-from rl_consistency.parity.monitor import Mismatch
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.config.sections import WandbSection

@@ -176,6 +176,7 @@ def check_gradients(
                     loss_mask=_of(group, loss_mask),
                     sampling=_of(group, sampling),
                     balance=balance,
+                    check_support=False,  # the weights may have been updated since the rollout
                 )
                 loss(scored, group).backward()
             return _present(policy)

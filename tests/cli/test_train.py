@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rl_consistency.cli import plots, report, train
+from rl_consistency.cli.arguments import COMMANDS
 from rl_consistency.cli.main import main
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers import tracking
@@ -40,7 +41,7 @@ def recipe(tmp_path):
 
 def run_command(arguments):
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
+    COMMANDS["train"].add_arguments(parser)
     return train.run(parser.parse_args(arguments))
 
 

@@ -344,6 +344,7 @@ class GRPOTrainer:
             sampling=self._sampling,
             share_prompts=not torch.is_grad_enabled(),
             balance=torch.is_grad_enabled() and self._balances > 0,
+            check_support=False,  # drift is reported by the hook
         )
         if scored.routing is not None:
             self._routing.update(zip(group, scored.routing.split(scored.lengths)))
