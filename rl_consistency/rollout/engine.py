@@ -208,6 +208,7 @@ class RolloutEngine:
         # Reentrant: a progress callback may submit and cancel.
         self._turn = threading.RLock()  # of one `generate`
         self._lock = threading.RLock()  # of one change of state
+        self._is_stepping = False
 
     @property
     def stats(self) -> RolloutStatistics:
@@ -247,12 +248,11 @@ class RolloutEngine:
                 on their stock path or the forward hooks were changed meanwhile.
         """
         with self._turn, whole_weights(self._model):
+            stream = self.stream(prompts, sampling, progress=progress, **options)
+            wanted = self._requests.num_samples  # a callback may change the caller's lists
             completions = sorted(
-                self.stream(prompts, sampling, progress=progress, **options),
-                key=lambda completion: (completion.prompt_index, completion.sample_index),
+                stream, key=lambda completion: (completion.prompt_index, completion.sample_index)
             )
-        one = isinstance(sampling, SamplingParams)
-        wanted = sampling.n * len(prompts) if one else sum(params.n for params in sampling)
         if len(completions) < wanted:
             raise ValueError(
                 f"{wanted - len(completions)} of {wanted} completions went to another caller of "
@@ -273,6 +273,10 @@ class RolloutEngine:
         """Yield each completion as it ends, failed ones with `finish_reason` "error"; arguments and
         errors are those of `generate`. Prompts submitted meanwhile are finished and yielded too.
         Closing the iterator cancels what is unfinished and drops the prefix cache."""
+        if not (progress is None or callable(progress) or hasattr(progress, "__enter__")):
+            raise TypeError(
+                f"progress must be callable, or a block that gives a call: {progress!r}"
+            )
         with self._lock:
             self._require_idle("generate or stream")
             self.submit(prompts, sampling, **options)
@@ -293,6 +297,7 @@ class RolloutEngine:
         `strict` choice, forward hooks and CUDA stream must stay until `has_unfinished` is False.
         """
         with self._lock:
+            self._require_between_steps("submit")
             sequences = self._requests.sequences(prompts, sampling, **options)
             digest = options.get("weights_digest")
             if self.has_unfinished:
@@ -311,6 +316,7 @@ class RolloutEngine:
         request is left the prefix cache is dropped.
         """
         with self._lock:
+            self._require_between_steps("cancel")
             sequences = list(self._requests.live.get(request_id, ()))
             for sequence in sequences:
                 self._loop.cancel(sequence)
@@ -329,6 +335,8 @@ class RolloutEngine:
         with self._lock:
             if not self.has_unfinished:
                 return []
+            self._require_between_steps("step")
+            self._is_stepping = True
             try:
                 for sequence in self._loop.step():
                     self._requests.end(sequence)
@@ -342,6 +350,8 @@ class RolloutEngine:
             except BaseException:
                 self._abandon()
                 raise
+            finally:
+                self._is_stepping = False
 
     def warm_up(
         self,
@@ -413,6 +423,13 @@ class RolloutEngine:
         self._weights.end()
         self._requests.restart()
         self._loop.abandon()
+
+    def _require_between_steps(self, call: str) -> None:
+        if self._is_stepping:
+            raise ValueError(
+                f"{call} was called within a step: by a drafter, a tokenizer, a hook or a signal; "
+                "call it between steps, as a progress callback does"
+            )
 
     def _require_idle(self, purpose: str) -> None:
         if self.has_unfinished:
