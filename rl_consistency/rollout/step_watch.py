@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +31,7 @@ MODULES_PER_PART = 32
 NUM_VALUES = 1 << 16
 """Values of weights that are compared; of each weight 16 or more, or all."""
 FEWEST_VALUES = 16
+CODE_EVERY = 16  # looks at what modules hold between two at all of their code
 VALUES_EVERY = 8  # steps between two looks at values on a GPU
 
 _KINDS = {"_parameters": "parameter", "_modules": "submodule", "_buffers": "buffer"} | {
@@ -61,7 +63,7 @@ class StepWatch:
 
     def __init__(self, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         named = list(model.named_modules())
-        self._parts: list[_Part] = [_Shared(model)]
+        self._parts: list[_Part] = [_Shared(model), _Code(model.config)]
         for start in range(0, len(named), MODULES_PER_PART):
             self._parts.append(_Modules(named[start : start + MODULES_PER_PART]))
         self._values = _Values(weights)
@@ -152,10 +154,9 @@ class _Modules:
 
 
 class _Shared:
-    """What modules share: their classes, the configs, and the functions that a forward calls."""
+    """What modules share: their classes and configs."""
 
     def __init__(self, model: Any) -> None:
-        self._config = model.config
         types = {type(model.config), *map(type, model.modules())}
         self._classes = sorted(
             {cls for kind in types for cls in kind.__mro__ if cls is not object}, key=_qualified
@@ -165,7 +166,6 @@ class _Shared:
         found = {id(own): own for module in model.modules() if (own := vars(module).get("config"))}
         self._configs = [vars(config) for config in found.values() if hasattr(config, "__dict__")]
         self._kept_configs = copy.deepcopy(self._configs)
-        self._functions = families.functions(model.config)
         self._hooks = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
 
     def changed(self) -> Change | None:
@@ -176,8 +176,6 @@ class _Shared:
                 for key in {**kept, **now}:
                     if not _equal(now.get(key, _ABSENT), kept.get(key, _ABSENT)):
                         return _difference("the config", "", key, now, kept)
-        if families.functions(self._config) != self._functions:
-            return Change("a function that the forward calls was replaced", False)
         if _equal(self._dicts, self._kept):
             return None
         for cls, now, kept in zip(self._classes, self._dicts, self._kept, strict=True):
@@ -188,6 +186,30 @@ class _Shared:
                     return Change(f"class {_qualified(cls)} has another {key}", False)
             kept.clear()
             kept.update(now)
+        return None
+
+
+class _Code:
+    """The functions and classes of torch and transformers that the forward stands on: what their
+    modules hold in each look, and all there is to them in some."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._watch = config, families.CodeWatch(config)
+        self._held = self._watch.read(config)
+        modules = (vars(sys.modules[name]) for name in families.stands_on(config))
+        self._spaces: list[Mapping[str, Any]] = [*modules, vars(torch.Tensor)]
+        self._kept = list(map(dict, self._spaces))
+        self._num_looks = 0
+
+    def changed(self) -> Change | None:
+        self._num_looks += 1
+        if _equal(self._spaces, self._kept) and self._num_looks % CODE_EVERY:
+            return None
+        if self._watch.read(self._config) != self._held:
+            return Change("code that the forward stands on was replaced", False)
+        for space, kept in zip(self._spaces, self._kept, strict=True):  # of no other name
+            kept.clear()
+            kept.update(space)
         return None
 
 
