@@ -59,7 +59,7 @@ REPLACED = {
     "rsqrt": (of_torch("rsqrt", torch), "torch.rsqrt was replaced"),
     "mask": (of_masks("create_causal_mask"), "create_causal_mask was replaced by"),
     "registered mask": (registered, "the mask of attention .* was replaced"),
-    "_call_impl": (of_torch("_call_impl", nn.Module), "Module._call_impl was replaced"),
+    "_call_impl": (of_torch("_call_impl", nn.Module), "_call_impl was replaced"),
 }
 
 
