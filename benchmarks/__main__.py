@@ -26,8 +26,9 @@ from benchmarks.suite import Choice, Suites, code_meta, measure, run_meta, shipp
 from benchmarks.timing import Machine
 from benchmarks.train import training_suites
 from benchmarks.trl import trl_suites
+from rl_consistency.cli.arguments import add_outputs
+from rl_consistency.cli.outputs import Outputs, outputs
 from rl_consistency.cli.verify import chosen_device
-from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.verify.checks.accuracy import ERROR_GROWTH_LIMIT, accuracy_rows, long_fold_rows
 
 SUITES = {
@@ -45,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     args.command_line = f"python -m benchmarks {shlex.join(arguments)}"
     try:
-        if args.json is not None:
-            require_writable("--json", args.json)
-        return (_accuracy if args.what == "accuracy" else _measure)(args)
+        with outputs(args, f"benchmarks {args.what}", "json") as written:
+            return (_accuracy if args.what == "accuracy" else _measure)(args, written)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("--device", default="cpu" if name == "accuracy" else "cuda")
-        command.add_argument("--json", type=Path, metavar="FILE", help="the results file")
+        add_outputs(command, json="the results file")
         command.add_argument("--commit", help="the commit measured, where there is no git")
         command.set_defaults(random_shapes=None, model=[], vllm=None, against=[])
         if name != "accuracy":
@@ -83,13 +83,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace, written: Outputs) -> int:
     device = chosen_device(args.device)
     suites = chosen_suites(args, tiny=device.type == "cpu")
     machine = Machine(device)
     meta = run_meta(machine, args.command_line, args.commit)
     with shipped_findings(machine.device):
-        rows = measure(suites, machine, meta, args.json)
+        rows = measure(suites, machine, meta, written.get("json"))
     failed = [f"{row['suite']} {row['shape']}" for row in rows if "error" in row]
     figures = {name: summary([row for row in rows if row["suite"] == name]) for name in suites}
     figures = {name: figure for name, figure in figures.items() if figure}
@@ -124,7 +124,7 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(text.split(",")))
 
 
-def _accuracy(args: argparse.Namespace) -> int:
+def _accuracy(args: argparse.Namespace, written: Outputs) -> int:
     """Errors of all ops against fp64, beside those of stock ops; and of long folds, which have no
     limit."""
     device = chosen_device(args.device)
@@ -136,10 +136,10 @@ def _accuracy(args: argparse.Namespace) -> int:
     for row in content["rows"] + content["long"]:
         sizes = f"{row['op']} {row['dtype']} {row['size']} {row['quantity']}"
         print(f"{sizes}: {row['ours']:.3e} and {row['stock']:.3e}, ratio {row['ratio']:.3f}")
-    if args.json is not None:
+    if "json" in written:
         meta = code_meta(args.command_line, args.commit)
         meta |= {"device": str(device), "threads": torch.get_num_threads()}
-        write_output(args.json, json.dumps({"meta": meta, **content}, indent=1) + "\n")
+        written["json"]({"meta": meta, **content})
     over = [row for row in rows if not row.ratio <= ERROR_GROWTH_LIMIT]  # NaN too
     for row in over:
         print(f"above {ERROR_GROWTH_LIMIT}: {row}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.make_random_model import main as make_random_model
 from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Machine, row_fields
-from rl_consistency.numerics.files import write_output
+from rl_consistency.numerics.files import write_whole
 from rl_consistency.numerics.strict import strict
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
@@ -43,7 +43,7 @@ def recipe_steps(
     folder = Path(place)
     rows = random_prompts(STEPS * workload.groups, workload.prompt_len)
     data = folder / f"prompts{len(rows)}.jsonl"  # which every rank writes
-    write_output(data, "\n".join(json.dumps(row | {"answer": "none"}) for row in rows))
+    write_whole(data, "\n".join(json.dumps(row | {"answer": "none"}) for row in rows))
     tree = {
         "run": {"name": name, "device": device, "output_dir": str(folder / name)},
         "policy": {"path": f"{place}/model", "dtype": "bfloat16"},

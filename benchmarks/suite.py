@@ -6,7 +6,6 @@ others go on. The file is written after each case, so a run that is killed keeps
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import shutil
@@ -28,7 +27,6 @@ from benchmarks.peers import installed
 from benchmarks.timing import UNAVAILABLE, Machine
 from rl_consistency.kernels.core import findings
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
-from rl_consistency.numerics.files import write_output
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = (*UNAVAILABLE, ArithmeticError, LookupError, OSError)
@@ -86,16 +84,19 @@ def cases(
 
 
 def measure(
-    suites: Suites, machine: Machine, meta: Mapping[str, Any], file: Path | None = None
+    suites: Suites,
+    machine: Machine,
+    meta: Mapping[str, Any],
+    write: Callable[[Any], None] | None = None,
 ) -> list[Row]:
-    """All rows. Prints a line a row, and writes `file` after each case."""
+    """All rows. Prints a line a row, and writes them after each case."""
     rows: list[Row] = []
     for suite, suite_cases in suites.items():
         for case in suite_cases:
             rows.append(_measured(suite, case, machine))
             print(_line(rows[-1]), flush=True)
-            if file is not None:
-                write_output(file, json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            if write is not None:
+                write({"meta": meta, "rows": rows})
     return rows
 
 

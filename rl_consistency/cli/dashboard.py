@@ -7,28 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_consistency.parity.metrics import Panel, Section, sections
+from rl_consistency.parity.metric_table import Panel, Section, sections
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 NAME = "rl_consistency"
 """Name of the page in wandb."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="push|show")
-    push = verbs.add_parser("push", help="add the page to a project; needs a key and the network")
-    push.add_argument("--entity", required=True, help="the user or team that owns the project")
-    push.add_argument("--project", required=True, help="the project, which has to exist")
-    show = verbs.add_parser("show", help="print the same page as JSON, without a network")
-    show.set_defaults(entity="", project="")
-    for verb in (push, show):
-        text = "the runs are of TRL's trainers with `attach`, which logs under names of its own"
-        verb.add_argument("--trl", action="store_true", help=text)
-        text = "the runs are of mixtures of experts: show tokens that met other experts too"
-        verb.add_argument("--experts", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

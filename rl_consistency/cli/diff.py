@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.numerics.files import require_writable, unseal, write_output
+from rl_consistency.cli.outputs import Outputs, outputs
+from rl_consistency.numerics.files import unseal
 from rl_consistency.trainers.config.strict_yaml import read
 from rl_consistency.trainers.run_directory.checkpoint import STATE, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS, CONFIG, DIGESTS
@@ -60,18 +61,13 @@ class Quantity:
         return f"{len(self.differing)} of {self.parts} differ, first {self.differing[0]}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    text = "directory that `rl-consistency train` wrote"
-    parser.add_argument("run_a", type=Path, help=text)
-    parser.add_argument("run_b", type=Path, help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
-
-
 def run(args: argparse.Namespace) -> int:
     """Compare; 0 where all common steps are equal, 1 where one is not."""
-    if args.json is not None:
-        require_writable("--json", args.json)
+    with outputs(args, "diff", "json") as written:
+        return _compare(args, written)
+
+
+def _compare(args: argparse.Namespace, written: Outputs) -> int:
     a, b = load_run(args.run_a), load_run(args.run_b)
     common = {step: compare(a, b, step) for step in sorted(a.metrics.keys() & b.metrics.keys())}
     common = {step: found for step, found in common.items() if found}
@@ -99,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             "and logprobs not."
         )
     print(*_verdict(a, b, common, parted), sep="\n")
-    if args.json is not None:
+    if "json" in written:
         record = {
             "a": str(a.directory),
             "b": str(b.directory),
@@ -109,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             "first_step_that_differs": parted,
             "quantities": [asdict(q) for q in common[parted]] if parted is not None else [],
         }
-        write_output(args.json, json.dumps(record, indent=1) + "\n")
+        written["json"](record)
     return 0 if parted is None else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -18,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from rl_consistency.cli.verify import DTYPES, chosen_device
+from rl_consistency.cli.outputs import outputs
+from rl_consistency.cli.verify import chosen_device
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import (
     Localization,
@@ -40,33 +39,6 @@ from rl_consistency.trainers.run_directory.checkpoint import WEIGHTS, list_check
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    text = "a replay bundle, which a run writes under replay/ when tokens differ"
-    parser.add_argument("bundle", type=Path, nargs="?", help=text)
-    text = "a model directory; with a bundle, in place of its run's own model and checkpoints"
-    parser.add_argument("--model", type=Path, metavar="DIR", help=text)
-    text = "without a bundle: what to complete, and then to run in both ways"
-    parser.add_argument("--prompt", metavar="TEXT", help=text)
-    text = "tokens to complete it with (default: 32)"
-    parser.add_argument("--max-tokens", type=int, metavar="N", help=text)
-    text = (
-        "two of rollout, training, stock, packed_with_gaps, left_padded, right_padded, one_by_one "
-        "and again (default: rollout training; with --other: training training)"
-    )
-    parser.add_argument("--between", nargs=2, metavar="SIDE", help=text)
-    text = "another run, whose weights the second side has: a model directory or a replay bundle"
-    parser.add_argument("--other", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--device", help="where to run (default: the bundle's, else cpu)")
-    text = f"{', '.join(DTYPES)} of --model (default: its own)"
-    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
-    text = "leave out the runs with one op unlike the others"
-    parser.add_argument("--no-ablation", dest="ablation", action="store_false", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
-    text = "draw how the difference grows, as PNG"
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Localize; 1 where two sides differ that promise equal bytes, else 0."""
     refuse_many_processes()
@@ -79,19 +51,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompt needs --model DIR.")
     if args.bundle is not None and args.max_tokens is not None:
         raise ValueError("--max-tokens goes with --prompt; a bundle has its own tokens.")
-    for option in ("json", "picture"):
-        if (file := getattr(args, option)) is not None:
-            require_writable(f"--{option}", file)
     options = {"between": tuple(args.between), "ablation": args.ablation}
-    found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
-    _print(found)
-    record = found.as_record()
-    if args.json is not None:
-        write_output(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    if args.picture is not None:
-        from rl_consistency.cli.plots import growth_figure
+    with outputs(args, "localize", "json", "picture") as written:
+        found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
+        _print(found)
+        record = found.as_record()
+        if "json" in written:
+            written["json"](record)
+        if "picture" in written:
+            from rl_consistency.cli.plots import growth_figure
 
-        growth_figure(record["ops"]).savefig(args.picture, format="png", dpi=160)
+            written["picture"](growth_figure(record["ops"]))
     return 0 if found.equal or not found.promised else 1
 
 

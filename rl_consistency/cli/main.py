@@ -1,4 +1,4 @@
-"""The `rl-consistency` command: one subcommand per file, loaded when it is asked for."""
+"""The `rl-consistency` command: one subcommand per file, loaded when it runs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,9 @@ from importlib import import_module
 from typing import Any
 
 import rl_consistency
+from rl_consistency.cli.arguments import COMMANDS
 
-COMMANDS = {
-    "train": "run a recipe: rollouts, training steps, and the drift of every one of them",
-    "verify": "check every claim by bytes, op by op and on whole models",
-    "tune": "find the fastest schedules for a model on this GPU; no bit changes",
-    "localize": "name the first op, layer and token at which two ways to run a model part",
-    "diff": "name the first step, and what in it, where two runs part",
-    "report": "render the HTML page of a run directory",
-    "dashboard": "make the same page in Weights & Biases",
-}
-"""Subcommand -> help; its `add_arguments` and `run` stand in `cli.<name>`."""
-
-
+OURS = rl_consistency.__name__
 OUTPUTS = (1, 2)
 """Standard output and error, as descriptors."""
 CLOSED_PIPE = 141
@@ -58,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with redirect_stdout(output), _ended_by_signals():
             try:
-                args = _parser(arguments).parse_args(arguments)
+                args = _parser().parse_args(arguments)
                 return _run(args)
             finally:
                 # A closed pipe shows here, not in a message of the interpreter at its end.
@@ -68,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _turn_away(*filter(_is_broken, OUTPUTS))
         return CLOSED_PIPE
-    except KeyboardInterrupt as error:  # while the command was imported
+    except KeyboardInterrupt as error:  # before the command ran
         return _status(error)
     except OutputError as error:
         _turn_away(OUTPUTS[0])
@@ -77,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        return args.run(args)
+        return import_module(f"rl_consistency.cli.{args.command}").run(args)
     except BaseException as error:
         if not isinstance(error, OutputError) and not _reader_left(error):
             return _status(error)
@@ -141,6 +131,8 @@ def _status(error: BaseException) -> int:
         return _fail(error, 1)
     if isinstance(error, ValueError | TypeError | OSError):
         return _fail(str(error) or type(error).__name__, 2)
+    if isinstance(error, ImportError) and (error.name or OURS).partition(".")[0] != OURS:
+        return _fail(f"{error}: install what is needed, pip install --upgrade rl-consistency", 2)
     if isinstance(error, Ended):
         number = signal.Signals(error.args[0])
         return _fail(f"ended by {number.name}", 128 + number)
@@ -166,7 +158,7 @@ def _is_broken(descriptor: int) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl-consistency",
         description="On-policy consistency for RL on language models: rollout and training compute "
@@ -176,15 +168,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     version = f"%(prog)s {rl_consistency.__version__}"
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((a for a in arguments if not a.startswith("-")), None)
-    for name, help_text in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=help_text, description=help_text, allow_abbrev=False
-        )
-        if name == chosen:
-            module = import_module(f"rl_consistency.cli.{name}")
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+    for name, command in COMMANDS.items():
+        texts: dict[str, Any] = {"help": command.help, "description": command.help}
+        command.add_arguments(subparsers.add_parser(name, **texts, allow_abbrev=False))
     return parser
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import html
 import io
 import json
 import math
@@ -16,19 +15,15 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from rl_consistency.cli import plots
+from rl_consistency.cli.markup import POLICY, Markup, markup
 from rl_consistency.cli.plots import series
 from rl_consistency.numerics.files import write_whole
 from rl_consistency.parity.drift import worst_tokens
-from rl_consistency.parity.metrics import EXPERTS, WORST, sections
+from rl_consistency.parity.metric_table import EXPERTS, WORST, sections
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows, read_rows, run_file
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's argument."""
-    parser.add_argument("run_dir", help="directory that `rl-consistency train` wrote")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,6 +56,21 @@ td code { white-space: pre-wrap; }
 pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font-weight: 600; }
 """
 
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{name} · rl_consistency</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>
+<body><main>
+<h1>{name}</h1><p>{steps}</p>
+{verdict}
+{sections}
+{samples}
+{summary}
+<section><details><summary>Configuration</summary>
+<pre>{config}</pre></details></section>
+</main></body></html>
+"""
+
 MOST_ROWS = 20
 """Worst tokens that the page shows."""
 
@@ -73,26 +83,24 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
     run_dir = Path(run_dir)
     rows = load_rows(run_dir)
     config = run_file(run_dir, "config.yaml")
-    name = html.escape(os.fsencode(run_dir.resolve().name).decode("utf-8", errors="replace"))
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{name} · rl_consistency</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
-<body><main>
-<h1>{name}</h1><p>{len(rows)} steps, {rows[0]["step"]} to {rows[-1]["step"]}</p>
-{_verdict(rows)}
-{_sections(run_dir, rows)}
-{samples_section(run_dir / SAMPLES)}
-{_summary(run_dir / "summary.json")}
-<section><details><summary>Configuration</summary>
-<pre>{html.escape(config.read_text("utf-8", errors="replace"))}</pre></details></section>
-</main></body></html>
-"""
+    page = markup(
+        PAGE,
+        name=os.fsencode(run_dir.resolve().name).decode("utf-8", errors="replace"),
+        policy=POLICY,
+        style=Markup(CSS),
+        steps=f"{len(rows)} steps, {rows[0]['step']} to {rows[-1]['step']}",
+        verdict=_verdict(rows),
+        sections=_sections(run_dir, rows),
+        samples=samples_section(run_dir / SAMPLES),
+        summary=_summary(run_dir / "summary.json"),
+        config=config.read_text("utf-8", errors="replace"),
+    )
     target = own_file(run_dir, "report.html")
     write_whole(target, page)
     return target
 
 
-def _verdict(rows: Rows) -> str:
+def _verdict(rows: Rows) -> Markup:
     """The whole run in one line: every token the same bits, or how many are not."""
     counts = plots.drift_counts(rows)
     ours, stock = counts.get("rl_consistency"), counts.get("stock")
@@ -103,18 +111,19 @@ def _verdict(rows: Rows) -> str:
     if ours is not None and rerouted:
         ours += f", {rerouted:,.0f} met other experts"
     passed = f" passed: {sum(checks):.0f} of {len(checks)}" if checks else ": none in this run"
+    if empty := sum(series(rows, "consistency/gradient_check/without_gradient")[1]):
+        passed += f"; in {empty:.0f} there was no gradient, nothing checked"
     details = (
         f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
         f"Gradient checks{passed}."
     )
-    return (
-        f'<section class="verdict{" bad" if bad else ""}">'
-        f"<strong>{html.escape(ours or 'Drift was not measured')}</strong>"
-        f"<p>{html.escape(details)}</p></section>"
+    return markup(
+        '<section class="verdict{}"><strong>{}</strong><p>{}</p></section>',
+        *(" bad" if bad else "", ours or "Drift was not measured", details),
     )
 
 
-def _sections(run_dir: Path, rows: Rows) -> str:
+def _sections(run_dir: Path, rows: Rows) -> Markup:
     parts = []
     routed = {key for panel in EXPERTS.panels for key in panel.keys}
     for section in sections(of_experts=any(routed & row.keys() for row in rows)):
@@ -122,45 +131,48 @@ def _sections(run_dir: Path, rows: Rows) -> str:
             content = _worst_tokens(run_dir)
         else:
             content = _svg(plots.section_figure(section, rows), section.title)
-        heading = f"<h2>{section.title}</h2><p>{section.caption}</p>"
-        parts.append(f"<section>{heading}\n{content}</section>")
-    return "\n".join(parts)
+        shown = section.title, section.caption, content
+        parts.append(markup("<section><h2>{}</h2><p>{}</p>\n{}</section>", *shown))
+    return Markup("\n".join(parts))
 
 
-def _worst_tokens(run_dir: Path) -> str:
+def _worst_tokens(run_dir: Path) -> Markup:
     """The table of the first bundle, or of another if that one was not localized."""
     bundles = sorted((run_dir / REPLAY).glob("bundle-*"))
     bundles.sort(key=lambda path: not (path / LOCALIZATION).is_file())
     if not bundles:
-        return "<p>No replay bundle is here: no token differed.</p>"
+        return Markup("<p>No replay bundle is here: no token differed.</p>")
     try:
         bundle = load_replay_bundle(bundles[0])
     except (ValueError, OSError) as error:  # the page is about the run, not about this file
-        return f"<p>{html.escape(str(error))}</p>"
+        return markup("<p>{}</p>", error)
     rows = worst_tokens(bundle.samples, lambda ids: str(ids[0]), most=MOST_ROWS)
     heads = ["token id", "sequence", "position", "rollout", "training", "training − rollout"]
     # Nine digits tell two fp32 values apart.
     lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
-    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}."
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{bundles[0].name}."
     try:
         if (file := bundles[0] / TEXTS).is_file() and (texts := _texts(file)):
             heads.insert(1, "token")
             for line in lines:
-                line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
+                line.insert(1, markup("<code>{}</code>", texts.get(line[0], "")))
     except (ValueError, OSError) as error:  # as above
-        where += html.escape(f" {TEXTS}: {error}.")
-    return f"<p>{where}</p>{_table(heads, lines, numbers=0)}"
+        where += f" {TEXTS}: {error}."
+    return markup("<p>{}</p>{}", where, _table(heads, lines, numbers=0))
 
 
-def _table(heads: Sequence[str], lines: Iterable[Sequence[Any]], numbers: int) -> str:
-    """A table of cells that are HTML already; numbers stand in the columns from `numbers` on."""
+def _table(heads: Sequence[str], lines: Iterable[Sequence[Any]], numbers: int) -> Markup:
+    """A table; numbers stand in the columns from `numbers` on."""
 
     def row(tag: str, cells: Sequence[Any]) -> str:
-        opened = [f"<{tag}{' class=number' if i >= numbers else ''}>" for i in range(len(cells))]
-        return f"<tr>{''.join(f'{o}{cell}</{tag}>' for o, cell in zip(opened, cells))}</tr>"
+        found = []
+        for index, cell in enumerate(cells):
+            kind = Markup(" class=number" if index >= numbers else "")
+            found.append(markup("<{0}{1}>{2}</{0}>", tag, kind, cell))
+        return f"<tr>{''.join(found)}</tr>"
 
-    head = row("th", heads) if heads else ""
-    return f"<table>{head}{''.join(row('td', line) for line in lines)}</table>"
+    rows = [row("th", heads)] if heads else []
+    return Markup(f"<table>{''.join([*rows, *(row('td', line) for line in lines)])}</table>")
 
 
 def _texts(file: Path) -> dict[str, str]:
@@ -172,19 +184,20 @@ def _texts(file: Path) -> dict[str, str]:
     return {token: repr(text) for token, text in texts.items()}
 
 
-def _svg(figure: Figure, title: str) -> str:
+def _svg(figure: Figure, title: str) -> Markup:
     """The figure as an inline SVG element; its ids are hashes of what they name."""
     stream = io.StringIO()
     # No date, and the style's fixed salt: the same run gives the same page.
     with rc_context(plots.STYLE):
         figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
-    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+    opened = markup('<svg role="img" aria-label="{}" ', title)
+    return Markup(text[text.index("<svg") :].replace("<svg ", opened, 1))
 
 
-def _summary(path: Path) -> str:
+def _summary(path: Path) -> Markup:
     if not path.is_file():
-        return (
+        return Markup(
             "<section><h2>Summary</h2><p>There is no summary.json: the run has not finished. "
             "The figures above are those of the steps so far.</p></section>"
         )
@@ -195,11 +208,11 @@ def _summary(path: Path) -> str:
     flat = {name: _shown(value) for name, value in _flattened(summary)}
     paths = ("consistency/", "stock/")
     figures = dict.fromkeys(name.split("/", 1)[1] for name in flat if name.startswith(paths))
-    lines = [[html.escape(n), *(flat.get(path + n, "") for path in paths)] for n in figures]
-    rest = [[html.escape(n), value] for n, value in flat.items() if not n.startswith(paths)]
+    lines = [[n, *(flat.get(path + n, "") for path in paths)] for n in figures]
+    rest = [[n, value] for n, value in flat.items() if not n.startswith(paths)]
     tables = [(["figure", "rl_consistency", "stock"], lines), ([], rest)]
     shown = [_table(heads, cells, numbers=1) for heads, cells in tables if cells]
-    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(shown)}</section>"
+    return Markup(f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(shown)}</section>")
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -220,7 +233,7 @@ def _shown(value: Any) -> str:
         if not math.isfinite(value) or value in (0.0, 1.0):
             return repr(value)
         return f"{value:.6g}" if f"{value:.6g}" not in ("0", "1") else repr(value)
-    return html.escape(value if isinstance(value, str) else json.dumps(value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "tokens", "finish_reason")
@@ -228,22 +241,22 @@ SAMPLE_STEPS = 3
 """Steps that are shown at either end of the run."""
 
 
-def samples_section(file: Path) -> str:
+def samples_section(file: Path) -> Markup:
     """Completions of the first and the last steps with their rewards; "" where a run has none."""
     rows = read_rows(file, _check_samples) if file.is_file() else []
     if not rows:
-        return ""
+        return Markup()
     shown = rows if len(rows) <= 2 * SAMPLE_STEPS else [*rows[:SAMPLE_STEPS], *rows[-SAMPLE_STEPS:]]
     heads = [name.replace("_", " ") for name in SAMPLE_COLUMNS]
     lines = []
     for row in shown:
         for sample in row["samples"]:
             cells = {**sample, "step": row["step"], "reward": f"{sample['reward']:.6g}"}
-            texts = (html.escape(str(cells[name])) for name in SAMPLE_COLUMNS)
-            lines.append([f"<code>{text}</code>" for text in texts])
-    return (
+            lines.append([markup("<code>{}</code>", cells[name]) for name in SAMPLE_COLUMNS])
+    return markup(
         "<section><h2>Samples</h2><p>Completions of the first and the last steps, the best and the "
-        f"worst of a group. All are in {file.name}.</p>{_table(heads, lines, numbers=99)}</section>"
+        "worst of a group. All are in {}.</p>{}</section>",
+        *(file.name, _table(heads, lines, numbers=99)),
     )
 
 

@@ -21,23 +21,6 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    example = "recipes/grpo_arithmetic_tiny_cpu.yaml"
-    parser.add_argument("recipe", help=f"a recipe YAML, such as {example}")
-    text = "override one value of the recipe; may be given several times"
-    options: dict[str, Any] = {"action": "append", "default": [], "metavar": "a.b=VALUE"}
-    parser.add_argument("--set", dest="overrides", help=text, **options)
-    mode = parser.add_mutually_exclusive_group()
-    for option, text in (
-        ("--resume", "continue from the newest checkpoint"),
-        ("--overwrite", "remove the run the directory already holds"),
-        ("--dry-run", "check and build everything, take one small step, write nothing, and end"),
-        ("--print-config", "print the whole recipe with overrides and defaults, as YAML, and end"),
-    ):
-        mode.add_argument(option, action="store_true", help=text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
     with uncollected_imports():
@@ -128,7 +111,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("values of the critic that differ", f"{differing:,} of {values:,}", "-")
     checks = summary["consistency/gradient_check/checks"]
     good = summary["consistency/gradient_check/passed"]
-    table.add_row("gradient checks passed", f"{good} of {checks}", "-", end_section=True)
+    empty = summary.get("consistency/gradient_check/without_gradient")
+    found = f"{good} of {checks}" + (f", {empty} had no gradient" if empty else "")
+    table.add_row("gradient checks passed", found, "-", end_section=True)
     spans = {"reward": "reward, first to last steps", "eval": "evaluation reward, start to end"}
     for name, label in spans.items():
         first, last = (summary[f"{name}/{end}"] for end in ("first", "last"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from rl_consistency.cases.launches import Launch
 from rl_consistency.cli.console import live_progress
-from rl_consistency.cli.verify import DTYPES, chosen_device
+from rl_consistency.cli.verify import chosen_device
 from rl_consistency.trainers.launch import refuse_many_processes
 from rl_consistency.trainers.policy import read_config
 from rl_consistency.tuning import tune as tuning
@@ -23,20 +22,6 @@ from rl_consistency.tuning.tune import Outcome, TuningReport
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
 SHOWN = 20
 """Works in the table: those with the largest gains in a step."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "a Hugging Face model directory; only its config.json is read"
-    add("--model", type=Path, metavar="DIR", required=True, help=text)
-    text = "how long to measure, such as 90s or 2m, the most important works first (default: 60s)"
-    add("--budget", default="60s", metavar="TIME", help=text)
-    text = "tokens of a training batch: the most rows of a product (default: 16384)"
-    add("--rows", type=int, default=16384, metavar="N", help=text)
-    text = f"{', '.join(DTYPES)} (default: the model's own)"
-    add("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
-    add("--device", default="cuda", help="the GPU (default: cuda)")
-    add("--again", action="store_true", help="measure also what is known already")
 
 
 def run(args: argparse.Namespace) -> int:

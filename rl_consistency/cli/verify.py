@@ -8,7 +8,6 @@ an algorithm must end with the same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -16,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_consistency.cli.arguments import DTYPES, MOST_PROCESSES, PROCESS_BYTES
 from rl_consistency.cli.console import live_progress, report_mutants
+from rl_consistency.cli.outputs import outputs
 from rl_consistency.kernels.core import operand
-from rl_consistency.numerics.files import require_writable, write_output
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.trainers.launch import refuse_many_processes
 from rl_consistency.verify import run as checks
@@ -44,69 +43,33 @@ WORLD_OPTIONS = ("strategy", "algorithm", "micro_batch", "steps")
 """Options of training on several processes."""
 DIGITS = 12
 """Of a hash in the table."""
-DTYPES = ("float32", "bfloat16", "float16")
-MOST_PROCESSES = 12
-"""Most processes on a GPU by default."""
-PROCESS_BYTES = 6 * 2**30
-"""Bytes of a GPU's memory for each process by default: its context and some tensors."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="where to run (default: cpu)")
-    model = parser.add_mutually_exclusive_group()
-    text = "a Hugging Face model directory, in its own dtype"
-    model.add_argument("--model", type=Path, metavar="DIR", help=text)
-    text = (
-        "models built on the spot: tiny-qwen3, tiny-llama, tiny-qwen2, tiny-mistral, "
-        "tiny-qwen3-moe, tiny-olmoe, tiny-mixtral; on a GPU also qwen3-0.6b, qwen3-1.7b, qwen3-8b, "
-        "llama3-8b, qwen2.5-0.5b, qwen2.5-1.5b, llama3.2-1b, llama3.2-3b with random weights; or "
-        "all (default: the tiny ones, on a GPU qwen3-0.6b as well)"
-    )
-    model.add_argument("--preset", metavar="NAME", nargs="+", action="extend", help=text)
-    text = f"{', '.join(DTYPES)} (default: the first two, on a GPU all)"
-    parser.add_argument("--dtype", metavar="DTYPE", nargs="+", action="extend", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
-    extent = parser.add_mutually_exclusive_group()
-    text = "a smaller sweep, and two layers of a model of real shape (default on a GPU)"
-    extent.add_argument("--quick", action="store_true", help=text)
-    text = "the whole sweep, and all layers (default on a CPU)"
-    extent.add_argument("--full", action="store_true", help=text)
-    text = (
-        f"that share the checks (default: 1; on a GPU one per core and {PROCESS_BYTES >> 30} GiB "
-        f"of free memory, at most {MOST_PROCESSES})"
-    )
-    parser.add_argument("--processes", type=int, metavar="N", help=text)
-    text = "instead run the negative controls: every wrong program must turn its checks red"
-    parser.add_argument("--mutants", action="store_true", help=text)
-    text = "only the checks of these ops or models, by part of a name"
-    parser.add_argument("--only", metavar="NAME", nargs="+", action="extend", help=text)
-    _add_world_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 when every row is green, 1 when one is red."""
     refuse_many_processes()
-    if args.json is not None:
-        require_writable("--json", args.json)
-    device, start = chosen_device(args.device), time.perf_counter()
+    with outputs(args, "verify", "json") as written:
+        device, start = chosen_device(args.device), time.perf_counter()
+        passed, content = _checked(args, device)
+        if "json" in written:
+            record = {"passed": passed, "seconds": time.perf_counter() - start}
+            found = fingerprint(device)
+            record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
+            record["machine"] = _machine(device)
+            written["json"](record | content)
+    return 0 if passed else 1
+
+
+def _checked(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Whether all is as it has to be, and the data."""
     if args.world is None:
         _refuse(args, WORLD_OPTIONS, "only --world takes them")
     if args.mutants:
         _refuse(args, ("dtype", *TARGETS, *WORLD_OPTIONS), "--mutants runs on a model of its own")
     if args.world is not None:
         _refuse(args, TARGETS, "--world runs on a model of its own")
-        passed, content = _run_world(args, device)
-    elif args.mutants:
-        passed, content = _run_mutants(device)
-    else:
-        passed, content = _run_claims(args, device)
-    if args.json is not None:
-        record = {"passed": passed, "seconds": time.perf_counter() - start}
-        found = fingerprint(device)
-        record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
-        record["machine"] = _machine(device)
-        write_output(args.json, json.dumps(record | content, indent=1) + "\n")
-    return 0 if passed else 1
+        return _run_world(args, device)
+    return _run_mutants(device) if args.mutants else _run_claims(args, device)
 
 
 def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
@@ -263,24 +226,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
-
-
-def _add_world_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training on several processes")
-    text = (
-        "instead train a tiny run on so many processes each, 1 to 4, on a GPU one per GPU, and "
-        "compare the weights (without a value: all that are possible); with --mutants 1,2, and the "
-        "weights must differ"
-    )
-    group.add_argument("--world", metavar="W,...", nargs="?", const="", help=text)
-    options: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    text = "of training.strategy (default: all)"
-    group.add_argument("--strategy", metavar="NAME", help=text, **options)
-    text = "grpo or ppo, which trains replicated only (default: both)"
-    group.add_argument("--algorithm", metavar="NAME", help=text, **options)
-    text = "sequences, 1 to 4 (default: 1 2 4)"
-    group.add_argument("--micro-batch", metavar="N", type=int, help=text, **options)
-    group.add_argument("--steps", metavar="N", type=int, help="of each run (default: 20)")
 
 
 def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:

@@ -19,8 +19,8 @@ from rl_consistency.integrations.wandb_drift import log_drift
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs
 from rl_consistency.models.sharding import is_sharded
 from rl_consistency.parity.drift import DriftReport, Sample, worst_tokens
+from rl_consistency.parity.drift_monitor import FIRST, LATER, DriftMonitor, Seen
 from rl_consistency.parity.histograms import split_counts
-from rl_consistency.parity.monitor import FIRST, LATER, DriftMonitor, Seen
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 REPLAY = "replay"

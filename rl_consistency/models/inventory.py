@@ -24,7 +24,7 @@ from torch.nn.modules.sparse import Embedding
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models import families
+from rl_consistency.models import families, installed_code
 from rl_consistency.models.families import normalizes
 from rl_consistency.models.installed_code import written_in
 from rl_consistency.models.modules import (
@@ -80,7 +80,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
         return [Fault("", kind, f"has a {type(config).__name__} in the place of its config")]
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return [Fault("", kind, "has a hook on all modules, some of which would not run it")]
-    if found := [*_replaced_members(), *_computed_settings(config)]:
+    if found := [*_computed_settings(config)]:
         return [Fault("", kind, reason) for reason in found]
     if found := list(_hidden_parts(model)):
         return found
@@ -104,22 +104,6 @@ _NO_MODEL = (
     *(RuntimeError, TypeError, ValueError),
 )
 """What transformers raises of a config whose values fit nothing."""
-
-_ACCESS = (
-    *("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"),
-    *("__getattr__", "__getattribute__", "__setattr__", "__delattr__"),
-    *("__getitem__", "__iter__", "__len__", "_get_abs_string_index"),
-)
-"""Members of torch's classes by which a forward gets at modules and calls them."""
-
-
-def _replaced_members() -> Iterator[str]:
-    """What is not as torch wrote it of the classes below every model."""
-    for cls in (nn.Module, ModuleList):
-        for name in sorted(vars(cls).keys() & set(_ACCESS)):
-            written = "_wrapped_call_impl" if name == "__call__" else name
-            if not _is_member(vars(cls)[name], cls, written):
-                yield f"stands on torch's {cls.__name__}, whose {name} was replaced"
 
 
 def _computed_settings(config: PreTrainedConfig) -> Iterator[str]:
@@ -176,9 +160,6 @@ class _Comparison:
             reason = f"has no canonical order: the config makes a {right.__name__} here"
             yield Fault(name, kind, reason)
             return
-        if right not in {*self._mixins, ModuleList} and not name.endswith(ACTIVATIONS):
-            yield fault("is of a class that was put in the place of torch's")
-            return
         if self._patched and stock in self._mixins and not isinstance(module, CanonicalModule):
             yield fault("runs its stock class")
             return
@@ -205,10 +186,10 @@ class _Comparison:
 
     def _own_faults(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[str]:
         own, expected = vars(module), vars(made)
-        if not families.has_own_code(type(made)):
-            yield "has a class whose forward or __init__ was replaced"
         if name.endswith(ACTIVATIONS) and not _computes(module, self._config.hidden_act):
             yield f"computes another function than {self._config.hidden_act}"
+        if not families.is_listed(type(made), self._config):
+            yield f"has a class whose code is not known, {installed_code.described(type(made))}"
         for key in sorted(own.keys() - expected.keys() - ADDED):
             if key in _CALLS:
                 yield (
@@ -343,10 +324,12 @@ class ForwardWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        modules, config = list(model.modules()), type(getattr(model, "config", None))
+        modules = list(model.modules())
+        config: Any = getattr(model, "config", None)
         self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
-        classes = {config, *(families.stock_class(type(module)) for module in modules)}
+        classes = {type(config), *(families.stock_class(type(module)) for module in modules)}
         self._classes = tuple({base for cls in classes for base in cls.__mro__[:-1]})
+        self._code = families.CodeWatch(config) if config is not None else None
 
     def read(self) -> ForwardState:
         """The state now; a module that is gone or lacks an attribute is in it as None."""
@@ -387,8 +370,8 @@ class ForwardWatch:
         for cls in self._classes:
             values += vars(cls).values()
         settings = ""
-        if isinstance(config, PreTrainedConfig):
-            values += families.functions(config)
+        if isinstance(config, PreTrainedConfig) and self._code is not None:
+            values += self._code.read(config)
             values += (type(config), *map(type, vars(config).values()))
             settings = f"{vars(config)} {type(config).attribute_map}"
         return ForwardState(hooked, settings, tuple(values))

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 from uuid import uuid4
 
@@ -39,10 +38,11 @@ def replace(file: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file in one piece: a kill leaves the old text or the new. A link goes."""
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Replace a file in one piece: a kill leaves the old content or the new. A link goes."""
     with unfinished(file.parent) as place:
-        (place / file.name).write_text(text, encoding="utf-8")
+        data = content.encode() if isinstance(content, str) else content
+        (place / file.name).write_bytes(data)
         replace(place / file.name, file)
 
 
@@ -78,35 +78,6 @@ def flush(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def write_output(file: Path, text: str) -> None:
-    """`write_whole` of a file that a user names: a link is followed, a terminal or a pipe takes
-    the text as it is."""
-    if _is_stream(file):
-        file.write_text(text, encoding="utf-8")
-    else:
-        write_whole(Path(os.path.realpath(file)), text)
-
-
-def require_writable(option: str, file: Path) -> None:
-    """OSError, naming option and file, unless `write_output` could write it; leaves nothing."""
-    target = Path(os.path.realpath(file))
-    try:
-        misplaced = target.is_dir() or not target.parent.is_dir()
-        if not misplaced and not _is_stream(file):
-            if target.exists():
-                target.open("r+b").close()
-            NamedTemporaryFile(dir=target.parent, prefix=PREFIX).close()
-    except OSError as error:
-        reason = f"cannot be written here ({error.strerror}); choose another."
-        raise OSError(f"{option} {file}: {reason}") from error
-    if misplaced:
-        raise FileNotFoundError(f"{option} {file}: not a file in an existing directory.")
-
-
-def _is_stream(file: Path) -> bool:
-    return file.exists() and not file.is_file() and not file.is_dir()
 
 
 def seal(content: Mapping[str, Any]) -> str:

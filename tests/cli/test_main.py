@@ -13,7 +13,8 @@ import pytest
 
 import rl_consistency
 from rl_consistency.cli import main as cli
-from rl_consistency.cli.main import COMMANDS, main
+from rl_consistency.cli.arguments import COMMANDS
+from rl_consistency.cli.main import main
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers.run_directory.directory import full_disk_explained
 
@@ -24,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 def command(monkeypatch):
     """Stands in for `cli.verify`; set `.action` to what it should do."""
     module = ModuleType("rl_consistency.cli.verify")
-    module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=0)
     module.run = lambda args: module.action(args)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
@@ -51,12 +51,13 @@ def test_an_expected_error_is_one_message_and_a_status(command, capsys, error, s
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("place", ["action", "add_arguments"])
-def test_an_interrupt_has_its_own_status(command, capsys, place):
-    def interrupt(_):
+@pytest.mark.parametrize("place", ["command.action", "cli._parser"])
+def test_an_interrupt_has_its_own_status(command, capsys, monkeypatch, place):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    setattr(command, place, interrupt)
+    owner, name = place.split(".")
+    monkeypatch.setattr({"command": command, "cli": cli}[owner], name, interrupt, raising=False)
     assert main(["verify"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 
@@ -73,11 +74,31 @@ def test_a_bug_shows_its_traceback_and_has_a_status_of_its_own(command, capsys, 
     assert shown.splitlines()[-1].startswith("error: this is a mistake of rl-consistency")
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ModuleNotFoundError("No module named 'triton.language'", name="triton.language"), 2),
+        (ImportError("cannot import name 'X' from 'transformers'", name="transformers"), 2),
+        (ModuleNotFoundError("No module named 'rl_consistency.x'", name="rl_consistency.x"), 3),
+        (ImportError("of no module"), 3),
+    ],
+)
+def test_a_missing_package_is_no_mistake_of_ours(command, capsys, error, status):
+    def fail(args):
+        raise error
+
+    command.action = fail
+    assert main(["verify"]) == status
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {error}: ") == (status == 2)
+    assert ("pip install" in shown) == (status == 2)
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_an_exit_that_is_let_through_passes_for_an_end_of_ours(command, monkeypatch, status):
     """Negative control."""
     command.action = lambda args: sys.exit(status)
-    monkeypatch.setattr(cli, "_run", lambda args: args.run(args))
+    monkeypatch.setattr(cli, "_run", command.run)
     with pytest.raises(SystemExit) as exit_:
         main(["verify"])
     assert exit_.value.code == status
@@ -92,7 +113,7 @@ def script(tmp_path):
         file.write_text(
             "import os, signal, sys, time\nfrom types import ModuleType\n"
             "from rich.console import Console\nfrom rl_consistency.cli.main import main\n"
-            "verify = ModuleType('verify')\nverify.add_arguments = lambda parser: None\n"
+            "verify = ModuleType('verify')\n"
             f"def run(args):\n    {body}\n    return 0\n"
             "verify.run = run\nsys.modules['rl_consistency.cli.verify'] = verify\n"
             "sys.exit(main(['verify']))\n"
@@ -148,17 +169,23 @@ def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([name, "--help"])
     assert exit_.value.code == 0
-    assert COMMANDS[name] in " ".join(capsys.readouterr().out.split())
+    assert COMMANDS[name].help in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_module_is_the_command_and_loads_nothing_heavy():
+def test_help_of_no_command_loads_anything_heavy():
     code = (
-        "import sys\nsys.argv[1:] = ['--help']\n"
+        "import sys\nfrom rl_consistency.cli.arguments import COMMANDS\n"
         "from rl_consistency.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "sys.exit('torch' in sys.modules)"
+        "for command in [[], *([name] for name in COMMANDS)]:\n"
+        "    try:\n        main([*command, '--help'])\n    except SystemExit:\n        pass\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & {*sys.modules}\n"
+        "    assert not heavy, (command, heavy)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_module_is_the_command():
     shown = subprocess.run(
         [sys.executable, "-m", "rl_consistency", "--version"], capture_output=True, text=True
     )

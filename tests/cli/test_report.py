@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_consistency.cli import markup, report
 from rl_consistency.cli.plots import save_picture
 from rl_consistency.cli.report import _worst_tokens, render
+from rl_consistency.numerics import files
 from rl_consistency.numerics.files import seal
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.parity.metrics import SECTIONS, WORST
+from rl_consistency.parity.metric_table import SECTIONS, WORST
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
 
@@ -98,6 +100,102 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
     labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
     assert labels == [s.title for s in SECTIONS if s is not WORST]
+
+
+def test_the_verdict_says_which_gradient_checks_had_no_gradient(tmp_path, undrawn):
+    run = make_run(tmp_path / "run", more={"consistency/gradient_check/without_gradient": True})
+    assert "; in 2 there was no gradient, nothing checked." in render(run).read_text("utf-8")
+
+
+HOSTILE = """</style></title></pre><img src=x onerror=alert(1)><script>alert(2)</script>' " & {0}"""
+TAGS = {
+    *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section"),
+    *("strong", "table", "tr", "th", "td", "code", "details", "summary", "pre"),
+}
+
+
+def unknown(page):
+    """Elements of a page that it does not have by itself, and their attributes."""
+    known = ("charset", "http-equiv", "content", "lang", "name", "class")
+    wrong = [(tag, attributes) for tag, attributes in page.seen if tag not in TAGS]
+    return wrong + [seen for seen in page.seen if not set(seen[1]) <= {*known}]
+
+
+def hostile_values(tree):
+    """Copies of a JSON tree, in each of which one value or name is hostile."""
+    items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    for key, value in items:
+        others = [HOSTILE, [HOSTILE], {HOSTILE: HOSTILE}]
+        if isinstance(value, dict | list):
+            others += hostile_values(value)
+        for other in others:
+            yield (
+                {**tree, key: other}
+                if isinstance(tree, dict)
+                else [*tree[:key], other, *tree[key + 1 :]]
+            )
+        if isinstance(tree, dict):
+            yield {**{k: v for k, v in items if k != key}, HOSTILE: value}
+
+
+def hostile_files(file):
+    """What may stand in a file of a run, with one hostile field each."""
+    if file.suffix == ".jsonl":
+        first, *rest = file.read_text().splitlines(keepends=True)
+        return [
+            json.dumps(tree) + "\n" + "".join(rest) for tree in hostile_values(json.loads(first))
+        ]
+    if file.suffix == ".json":
+        return [json.dumps(tree) for tree in hostile_values(json.loads(file.read_text()))]
+    return [HOSTILE]
+
+
+SAMPLE = {
+    **dict.fromkeys(("prompt", "completion", "answer", "finish_reason"), "text"),
+    **{"reward": 0.5, "tokens": 3, "rewards": {"f": 0.5}},
+}
+
+
+def test_no_field_of_any_file_becomes_markup(tmp_path, undrawn, monkeypatch):
+    monkeypatch.setattr(report.plots, "section_figure", lambda section, rows: None)
+    monkeypatch.setattr(files, "flush", lambda *paths: None)  # takes most of the time
+    run = make_run(tmp_path / f"run{HOSTILE.replace('/', '|')}", mismatched=1, summary=SUMMARY)
+    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [SAMPLE]}) + "\n")
+    (run / "digests.jsonl").write_text(json.dumps({"step": 1, "weights": {"a": "b"}}) + "\n")
+    bundle = bundle_of(run, [-1.0, -2.5], step=3, decode=str)
+    (bundle / LOCALIZATION).write_text(json.dumps({"first": {"op": "linear"}}))
+    shown = 0
+    for file in [
+        path for path in sorted(run.rglob("*")) if path.suffix in (".json", ".jsonl", ".yaml")
+    ]:
+        before = file.read_text()
+        for content in hostile_files(file):
+            file.write_text(content)
+            (run / "report.html").unlink(missing_ok=True)
+            try:
+                page = read(render(run))
+            except ValueError as error:  # another refusal would hide what the page shows
+                assert file.name in str(error)
+                continue
+            assert not unknown(page), (file, content)
+            shown += "onerror" in "".join(page.text)
+        file.write_text(before)
+    assert shown > 60
+
+
+def test_where_values_are_not_escaped_a_field_becomes_markup(tmp_path, undrawn, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(markup.html, "escape", lambda text: text)
+    assert unknown(read(render(make_run(tmp_path / "run"))))
+
+
+def test_a_browser_is_told_to_run_no_script(tmp_path, undrawn):
+    page = read(render(make_run(tmp_path / "run")))
+    (policy,) = [
+        a["content"] for _, a in page.seen if a.get("http-equiv") == "Content-Security-Policy"
+    ]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'" and "script-src" not in rules
 
 
 def test_tokens_that_met_other_experts_turn_the_verdict_bad(tmp_path, undrawn):

@@ -178,7 +178,7 @@ def test_results_replace_those_of_an_earlier_run_only_when_there_are_some(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "run_checks", interrupt)
-    assert main(["verify", "--json", str(file)]) == 130
+    assert main(["verify", "--json", str(file), "--force"]) == 130
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"verify.json": "earlier"}
 
 

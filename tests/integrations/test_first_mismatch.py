@@ -17,8 +17,8 @@ from rl_consistency.integrations import rollout_drift
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.models import modules
 from rl_consistency.models.modules import CanonicalLinear
+from rl_consistency.parity import drift_monitor, replay
 from rl_consistency.parity import localize as localizing
-from rl_consistency.parity import monitor, replay
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize_bundle
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
@@ -205,7 +205,7 @@ def test_turns_are_saved_with_all_that_stands_before_them(tmp_path, monkeypatch)
         processing_class=SimpleNamespace(decode=str),
     )
     drift = RolloutDrift(trainer, SamplingParams())
-    monkeypatch.setattr(monitor, "localized", lambda *_: "")
+    monkeypatch.setattr(drift_monitor, "localized", lambda *_: "")
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     drift.sampled(*sample([7, 8, 3, 4, 9, 9], [5, 6], [-3.0, -4.0]))
     observe(drift, [7, 8, 3, 4, 9, 9, 5, 6], [0, 0, 1, 1, 0, 0, 0, 1], [-1.0, -2.0, -4.5])

@@ -86,6 +86,14 @@ def check_directory(
     return None
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a run has written here, or this is a copy of such a directory."""
+    there = {
+        name for name in (LOCK, MANIFEST, CONFIG, METRICS) if os.path.lexists(directory / name)
+    }
+    return LOCK in there or (METRICS in there and len(there) > 1)
+
+
 def require_kinds(directory: Path) -> None:
     """RunDirectoryError where something else stands in the place of a run's file or folder.
 
