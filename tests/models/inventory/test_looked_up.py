@@ -138,24 +138,24 @@ REFUSED = {
     "layers in another order": (at("model.layers", reordered), "layers in the order 1, 0"),
     "swapped names": (at(FIRST, swapped), "k_proj .* has|q_proj .* has"),
     "a list cut short": (cut, r"layers \(Cut\) has no canonical order"),
-    "another ModuleList": (cut_for_all, r"layers \(Cut\) (has no canonical|is of a class)"),
+    "another ModuleList": (cut_for_all, r"layers \(Cut\) has (no canonical|a class whose)"),
     "ModuleList.__getitem__": (
         replaced(ModuleList, "__getitem__", Cut.__getitem__),
-        "ModuleList, whose __getitem__ was replaced",
+        "ModuleList was replaced by a class with another __getitem__",
     ),
     "ModuleList.__iter__": (
         replaced(ModuleList, "__iter__", lambda self: iter(self._modules.values())),
-        "ModuleList, whose __iter__ was replaced",
+        "ModuleList was replaced by a class with another __iter__",
     ),
     "ModuleList.__getattribute__": (
         added(
             ModuleList, "__getattribute__", lambda self, name: object.__getattribute__(self, name)
         ),
-        "ModuleList, whose __getattribute__ was replaced",
+        "ModuleList was replaced by a class with another __getattribute__",
     ),
     "Module.__getattr__": (
         replaced(nn.Module, "__getattr__", looked_up),
-        "Module, whose __getattr__ was replaced",
+        "Module was replaced by a class with another __getattr__",
     ),
     "class with a part": (
         added(Qwen3MLP, "act_fn", computed(torch.relu)),
