@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import decoder, installed_code, modules, moe
+from rl_consistency.models.installed_code import EVERY, Difference, described, home, origin
 from rl_consistency.models.modules import (
     STOCK_CLASS,
     CanonicalEmbedding,
@@ -259,7 +260,7 @@ _STANDS_ON: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.activation": ("SiLU", "GELU"),
     "transformers.activations": (
         *("SiLUActivation", "GELUActivation", "GELUTanh", "NewGELUActivation"),
-        installed_code.EVERY,
+        EVERY,
     ),
     "transformers.modeling_layers": ("GradientCheckpointingLayer",),
     **dict.fromkeys(
@@ -267,7 +268,7 @@ _STANDS_ON: dict[str, tuple[str, ...]] = {
             *("transformers.masking_utils", "transformers.modeling_rope_utils"),
             *("transformers.utils.generic", "transformers.utils.output_capturing"),
         ),
-        (installed_code.EVERY,),
+        (EVERY,),
     ),
 }
 """Module -> what the forwards of all families call of it; see `installed_code.differences`."""
@@ -278,9 +279,9 @@ def stands_on(config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
     compared by `patch`, by each rollout and by each training forward, and `report` lists it."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
     parts = (*(prefix + part for part in _parts(config)), f"{prefix}PreTrainedModel")
-    chosen = map(installed_code.origin, _registered(config).values())
-    called = dict.fromkeys(filter(None, chosen), (installed_code.EVERY,))
-    return {**_STANDS_ON, **called, source.__name__: (*parts, installed_code.EVERY)}
+    chosen = map(origin, _registered(config).values())
+    called = dict.fromkeys(filter(None, chosen), (EVERY,))
+    return {**_STANDS_ON, **called, source.__name__: (*parts, EVERY)}
 
 
 def is_listed(cls: type, config: PreTrainedConfig) -> bool:
@@ -338,23 +339,19 @@ def check_code(config: PreTrainedConfig) -> None:
         )
 
 
-def _differences(config: PreTrainedConfig) -> Iterator[installed_code.Difference]:
+def _differences(config: PreTrainedConfig) -> Iterator[Difference]:
     in_python = installed_code.installed(F.__name__).functions  # compared below
     for name, (module, right) in _TORCH.items():
         now = getattr(module, name)
         is_own = now is right and installed_code.is_builtin(now, name)
         is_own = is_own or (module is F and name in in_python) or _is_linear_of_zero_3(now)
         if not is_own:
-            yield installed_code.Difference(
-                f"{module.__name__}.{name}", installed_code.described(now)
-            )
+            yield Difference(f"{module.__name__}.{name}", described(now))
     for name, method in vars(torch.Tensor).items():
         in_c = isinstance(getattr(torch._C.TensorBase, name, None), MethodDescriptorType)
-        is_own = method is _METHODS.get(name) and installed_code.home(method).startswith("torch.")
+        is_own = method is _METHODS.get(name) and home(method).startswith("torch.")
         if in_c and isinstance(method, FunctionType) and not is_own:
-            yield installed_code.Difference(
-                f"torch.Tensor.{name}", installed_code.described(method)
-            )
+            yield Difference(f"torch.Tensor.{name}", described(method))
     for module, names in stands_on(config).items():
         yield from installed_code.differences(module, names)
 
@@ -371,10 +368,10 @@ def check_implementations(config: PreTrainedConfig) -> None:
     transformers' own; a part may take them from a config of its own."""
     known = (modeling(config).__name__, *_STANDS_ON)
     for place, function in _registered(config).items():
-        of = installed_code.origin(function)
+        of = origin(function)
         if of not in known and not of.startswith("transformers.integrations."):
             raise UnsupportedModelError(
-                f"{place} is {installed_code.described(function)}; the canonical order would run in its "
+                f"{place} is {described(function)}; the canonical order would run in its "
                 "place. Undo what registered it, or call model.set_attn_implementation('sdpa') or "
                 "model.set_experts_implementation('eager')."
             )

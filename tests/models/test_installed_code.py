@@ -243,9 +243,9 @@ def test_an_edited_file_is_refused(monkeypatch, tmp_path):
         ((None, ""), "replaced by code of no installed file"),
     ):
         with monkeypatch.context() as changed:
-            changed.setattr(identity, "_record", lambda _, record=record: record)
+            changed.setattr(installed_code, "_record", lambda _, record=record: record)
             file = installed_code.InstalledFile(name)
-            changed.setattr(identity, "installed", lambda _, file=file: file)
+            changed.setattr(installed_code, "installed", lambda _, file=file: file)
             found = [*map(str, installed_code.differences(name, ("LlamaMLP",)))]
         assert len(found) == 1
         assert re.search(message, found[0])
