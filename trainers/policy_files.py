@@ -95,7 +95,6 @@ def _check_rope(rope: Any, where: str) -> None:
     if len(kinds) > 1:
         raise PolicyError(f"{where}: type and rope_type differ: remove one of them")
     for key, value in given.items():
-        numeric = isinstance(value, int | float) and not isinstance(value, bool)
         if isinstance(value, dict):
             _check_rope(value, f"{where}.{key}")
         elif key in ("rope_type", "type"):
@@ -106,7 +105,7 @@ def _check_rope(rope: Any, where: str) -> None:
             raise PolicyError(f"{where}: {key} has no meaning with rope_type default: remove it")
         elif key in _NO_NUMBERS or (value is None and key != "rope_theta"):
             continue  # what is None has a default
-        elif not (numeric and value > 0):
+        elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise PolicyError(f"{where}: {key} is {value!r}: give a number above 0")
 
 
