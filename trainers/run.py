@@ -34,7 +34,7 @@ from rl_consistency.trainers.launch import (
     threads,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import check_policy, load_policy
+from rl_consistency.trainers.policy import check_policy, load_policy, unread_sampling
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -181,6 +181,8 @@ class _Run:
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         check_policy(config, self.model)
+        if told := unread_sampling(self.model):
+            announce(told)
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
         progress.starts("reading the data")

@@ -26,7 +26,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.drift import worst_tokens
 from rl_consistency.parity.drift_monitor import Mismatch
 from rl_consistency.parity.histograms import split_counts
-from rl_consistency.parity.metrics import all_metrics
+from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.config.sections import WandbSection

@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 
 from rl_consistency.numerics.files import replace, unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
-from rl_consistency.parity.metrics import DRIFT_SECTION, Panel, Section
+from rl_consistency.parity.metric_table import DRIFT_SECTION, Panel, Section
 from rl_consistency.trainers.run_directory.directory import own_file
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows
 

@@ -19,7 +19,7 @@ from rl_consistency.cli.markup import POLICY, Markup, markup
 from rl_consistency.cli.plots import series
 from rl_consistency.numerics.files import write_whole
 from rl_consistency.parity.drift import worst_tokens
-from rl_consistency.parity.metrics import EXPERTS, WORST, sections
+from rl_consistency.parity.metric_table import EXPERTS, WORST, sections
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.models import families, identity
+from rl_consistency.models import families, installed_code
 from rl_consistency.models.inventory import ACTIVATIONS, faults
 from rl_consistency.numerics.orders import ORDERS
 
@@ -117,10 +117,10 @@ def coverage(model: nn.Module, *, patched: bool = False) -> CoverageTable:
 def _installed(config: Any) -> Iterator[CoverageRow]:
     """What `families.stands_on` lists, each with its package and the digest of its file."""
     for module, names in families.stands_on(config).items():
-        file = identity.installed(module)
+        file = installed_code.installed(module)
         basis = f"{file.package} {metadata.version(file.package)}, sha256 {file.digest[:16]}"
         for name in sorted(names):
-            every = name == identity.EVERY
+            every = name == installed_code.EVERY
             kind = "class" if name in file.classes else "function"
             place, kind = (module, "all functions") if every else (f"{module}.{name}", kind)
             yield CoverageRow(place, kind, Verdict.INSTALLED, basis)

@@ -21,7 +21,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models import decoder, identity, modules, moe
+from rl_consistency.models import decoder, installed_code, modules, moe
+from rl_consistency.models.installed_code import EVERY, Difference, described, home, origin
 from rl_consistency.models.modules import (
     STOCK_CLASS,
     CanonicalEmbedding,
@@ -255,7 +256,7 @@ _STANDS_ON: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.activation": ("SiLU", "GELU"),
     "transformers.activations": (
         *("SiLUActivation", "GELUActivation", "GELUTanh", "NewGELUActivation"),
-        identity.EVERY,
+        EVERY,
     ),
     "transformers.modeling_layers": ("GradientCheckpointingLayer",),
     **dict.fromkeys(
@@ -263,10 +264,10 @@ _STANDS_ON: dict[str, tuple[str, ...]] = {
             *("transformers.masking_utils", "transformers.modeling_rope_utils"),
             *("transformers.utils.generic", "transformers.utils.output_capturing"),
         ),
-        (identity.EVERY,),
+        (EVERY,),
     ),
 }
-"""Module -> what the forwards of all families call of it; see `identity.differences`."""
+"""Module -> what the forwards of all families call of it; see `installed_code.differences`."""
 
 
 def stands_on(config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
@@ -274,9 +275,9 @@ def stands_on(config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
     compared by `patch`, by each rollout and by each training forward, and `report` lists it."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
     parts = (*(prefix + part for part in _parts(config)), f"{prefix}PreTrainedModel")
-    chosen = map(identity.origin, _registered(config).values())
-    called = dict.fromkeys(filter(None, chosen), (identity.EVERY,))
-    return {**_STANDS_ON, **called, source.__name__: (*parts, identity.EVERY)}
+    chosen = map(origin, _registered(config).values())
+    called = dict.fromkeys(filter(None, chosen), (EVERY,))
+    return {**_STANDS_ON, **called, source.__name__: (*parts, EVERY)}
 
 
 def is_listed(cls: type, config: PreTrainedConfig) -> bool:
@@ -304,7 +305,7 @@ def _registered(config: PreTrainedConfig) -> dict[str, Any]:
     if config.model_type in SPARSE:
         experts, cls = config._experts_implementation, f"{SPARSE[config.model_type]}Experts"
         found[f"experts implementation {experts!r}"] = ALL_EXPERTS_FUNCTIONS.get(experts)
-        if f"{cls}._apply_gate" not in identity.installed(source.__name__).functions:
+        if f"{cls}._apply_gate" not in installed_code.installed(source.__name__).functions:
             gate = getattr(getattr(source, cls), "_apply_gate", None)
             found[f"{source.__name__}.{cls}._apply_gate"] = gate
     return {place: function for place, function in found.items() if function is not None}
@@ -314,7 +315,7 @@ class CodeWatch:
     """The code that a model's forward stands on, to be read in some microseconds."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self._watch = identity.Watch(stands_on(config))
+        self._watch = installed_code.Watch(stands_on(config))
 
     def read(self, config: PreTrainedConfig) -> tuple[object, ...]:
         """What is called now; equal for equal states."""
@@ -334,28 +335,28 @@ def check_code(config: PreTrainedConfig) -> None:
         )
 
 
-def _differences(config: PreTrainedConfig) -> Iterator[identity.Difference]:
-    in_python = identity.installed(F.__name__).functions  # compared below
+def _differences(config: PreTrainedConfig) -> Iterator[Difference]:
+    in_python = installed_code.installed(F.__name__).functions  # compared below
     for name, (module, right) in _TORCH.items():
         now = getattr(module, name)
-        is_own = now is right and identity.is_builtin(now, name)
+        is_own = now is right and installed_code.is_builtin(now, name)
         is_own = is_own or (module is F and name in in_python) or _is_linear_of_zero_3(now)
         if not is_own:
-            yield identity.Difference(f"{module.__name__}.{name}", identity.described(now))
+            yield Difference(f"{module.__name__}.{name}", described(now))
     for name, method in vars(torch.Tensor).items():
         in_c = isinstance(getattr(torch._C.TensorBase, name, None), MethodDescriptorType)
-        is_own = method is _METHODS.get(name) and identity.home(method).startswith("torch.")
+        is_own = method is _METHODS.get(name) and home(method).startswith("torch.")
         if in_c and isinstance(method, FunctionType) and not is_own:
-            yield identity.Difference(f"torch.Tensor.{name}", identity.described(method))
+            yield Difference(f"torch.Tensor.{name}", described(method))
     for module, names in stands_on(config).items():
-        yield from identity.differences(module, names)
+        yield from installed_code.differences(module, names)
 
 
 def _is_linear_of_zero_3(function: Any) -> bool:
     name = "zero3_linear_wrap"
     module = sys.modules.get(_ZERO3_LINEAR)
     own = module is not None and function is getattr(module, name)
-    return own and not [*identity.differences(_ZERO3_LINEAR, (name,))]
+    return own and not [*installed_code.differences(_ZERO3_LINEAR, (name,))]
 
 
 def check_implementations(config: PreTrainedConfig) -> None:
@@ -363,10 +364,10 @@ def check_implementations(config: PreTrainedConfig) -> None:
     transformers' own; a part may take them from a config of its own."""
     known = (modeling(config).__name__, *_STANDS_ON)
     for place, function in _registered(config).items():
-        of = identity.origin(function)
+        of = origin(function)
         if of not in known and not of.startswith("transformers.integrations."):
             raise UnsupportedModelError(
-                f"{place} is {identity.described(function)}; the canonical order would run in its "
+                f"{place} is {described(function)}; the canonical order would run in its "
                 "place. Undo what registered it, or call model.set_attn_implementation('sdpa') or "
                 "model.set_experts_implementation('eager')."
             )

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models import families, identity
+from rl_consistency.models import families, installed_code
 from rl_consistency.models.families import normalizes
 from rl_consistency.models.modules import (
     ADDED,
@@ -137,7 +137,7 @@ class _Comparison:
         if name.endswith(ACTIVATIONS) and not _computes(module, self._config.hidden_act):
             yield f"computes another function than {self._config.hidden_act}"
         if not families.is_listed(type(made), self._config):
-            yield f"has a class whose code is not known, {identity.described(type(made))}"
+            yield f"has a class whose code is not known, {installed_code.described(type(made))}"
         for key in sorted(own.keys() - expected.keys() - ADDED):
             if key in _CALLS:
                 yield (

@@ -16,7 +16,7 @@ from rl_consistency.cli.report import _worst_tokens, render
 from rl_consistency.numerics import files
 from rl_consistency.numerics.files import seal
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.parity.metrics import SECTIONS, WORST
+from rl_consistency.parity.metric_table import SECTIONS, WORST
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
 

@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 
 from rl_consistency.parity.foreign_drift import DEFINITIONS
-from rl_consistency.parity.metrics import all_metrics
+from rl_consistency.parity.metric_table import all_metrics
 
 ELSEWHERE = {"consistency/schedule_audit"}
 """Logged on a GPU alone."""

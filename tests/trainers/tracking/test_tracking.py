@@ -11,7 +11,7 @@ from rich.console import Console
 from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.drift_monitor import Mismatch
 from rl_consistency.parity.histograms import drift_histograms
-from rl_consistency.parity.metrics import all_metrics
+from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers import tracking

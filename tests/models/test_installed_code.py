@@ -22,7 +22,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
-from rl_consistency.models import families, identity
+from rl_consistency.models import families, installed_code
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
@@ -200,7 +200,7 @@ class Edited(importlib.machinery.SourceFileLoader):
 EDITED = """
 import importlib.machinery, importlib.abc, sys
 sys.path.insert(0, {tests!r})
-from test_identity import Edited
+from test_installed_code import Edited
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 
@@ -234,7 +234,7 @@ def test_an_edited_text_that_was_imported_is_refused():
 
 def test_an_edited_file_is_refused(monkeypatch, tmp_path):
     name = modeling_llama.__name__
-    path, recorded = identity._record(name)
+    path, recorded = installed_code._record(name)
     edited = tmp_path / "modeling_llama.py"
     edited.write_text(path.read_text() + "\n")
     for record, message in (
@@ -243,10 +243,10 @@ def test_an_edited_file_is_refused(monkeypatch, tmp_path):
         ((None, ""), "replaced by code of no installed file"),
     ):
         with monkeypatch.context() as changed:
-            changed.setattr(identity, "_record", lambda _, record=record: record)
-            file = identity.InstalledFile(name)
-            changed.setattr(identity, "installed", lambda _, file=file: file)
-            found = [*map(str, identity.differences(name, ("LlamaMLP",)))]
+            changed.setattr(installed_code, "_record", lambda _, record=record: record)
+            file = installed_code.InstalledFile(name)
+            changed.setattr(installed_code, "installed", lambda _, file=file: file)
+            found = [*map(str, installed_code.differences(name, ("LlamaMLP",)))]
         assert len(found) == 1
         assert re.search(message, found[0])
 
@@ -258,7 +258,7 @@ def test_a_report_lists_what_the_forward_stands_on():
     name = modeling_llama.__name__
     assert rows[f"{name}.LlamaMLP"].kind == "class"
     assert rows[f"{name}.LlamaMLP"].basis.startswith("transformers ")
-    assert identity.installed(name).digest[:16] in rows[f"{name}.LlamaMLP"].basis
+    assert installed_code.installed(name).digest[:16] in rows[f"{name}.LlamaMLP"].basis
     assert rows["transformers.masking_utils"].kind == "all functions"
 
 
@@ -270,14 +270,14 @@ def _places(config):
         module = importlib.import_module(name)
         for key, value in [*vars(module).items()]:
             of_here = getattr(value, "__module__", "") == name
-            counts = key in names or identity.EVERY in names
+            counts = key in names or installed_code.EVERY in names
             if isinstance(value, types.FunctionType) and of_here and counts:
                 yield module, key
             elif isinstance(value, type) and of_here and key in names:
                 yield module, key
                 for member, function in [*vars(value).items()]:
                     is_method = isinstance(function, types.FunctionType | staticmethod | property)
-                    if is_method and (value is not nn.Module or member in identity._CALLED):
+                    if is_method and (value is not nn.Module or member in installed_code._CALLED):
                         yield value, member
 
 
