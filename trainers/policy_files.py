@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,16 @@ from rl_consistency.trainers.data.foreign_files import parse_json_object
 DTYPES = ("F32", "BF16", "F16")
 """Of tensors in a file; `policy.dtype` is what they are rounded to."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_OF_CHECKPOINT = ("optimizer", "critic", "critic_optimizer")
+"""Files of a checkpoint of ours beside its weights."""
 _PASSED_OVER = {
     "adapter_*": "an adapter, which would be left out: save the weights with the adapter merged",
     "pytorch_model*.bin*": f"would not be read: remove it, or convert it to {_SINGLE}",
+}
+_UNREAD = {
+    "auto_map": "code of its own would not run: remove it if transformers' class is meant",
+    "transformers_weights": "other weights than model.safetensors would be read: rename that file",
+    "fusion_config": "fused modules are not covered: remove it",
 }
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"),
@@ -56,6 +61,9 @@ def check_config_file(directory: Path) -> None:
             raise PolicyError(f"{path} is no regular file: a pipe would be waited for")
     config = json_object(file)
     refuse_quantised(config, str(directory))
+    for key, why in _UNREAD.items():
+        if config.get(key):
+            raise PolicyError(f"{file}: {key} is {config[key]!r}: {why}")
     for key in _SIZES:
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
@@ -123,9 +131,9 @@ def check_weights(directory: Path) -> dict[str, Path]:
         raise PolicyError(f"{index}: {_SINGLE} lies beside it, and one of them is not read")
     named = _shards(index) if index.is_file() else {}
     files = sorted({directory / name for name in named.values()} or {single})
-    for file in sorted(directory.iterdir()):
-        if _SHARD.fullmatch(file.name) and file not in files:
-            raise PolicyError(f"{file}: no index names it, so it would not be read: remove it")
+    for file in sorted(directory.glob("*.safetensors")):
+        if file not in files and file.stem not in _OF_CHECKPOINT:
+            raise PolicyError(f"{file}: would not be read beside the others: remove it")
     found: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -169,7 +177,7 @@ def check_tensors(files: dict[str, Path], model: Any) -> None:
         name = tensor.removeprefix("model.")
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             name = "embed_tokens.weight"
-        if name.endswith("rotary_emb.inv_freq"):
+        if "rotary_emb.inv_freq" in name:  # as transformers looks for them
             given, own = _read(file, tensor), model.base_model.rotary_emb.inv_freq.cpu()
             digits = 1e-5 if given.dtype == torch.float32 else 1e-2
             if given.shape != own.shape or not torch.allclose(given.float(), own, digits, 0.0):
