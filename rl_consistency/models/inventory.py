@@ -89,14 +89,13 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
         return found
     try:
         try:
-            families.check_config(config)
+            families.check_model(model, sharded=patched and is_sharded(model))
             made = _as_configured(config, families.stock_class(type(model)))
         except families.UnsupportedModelError:
             raise
         except _NO_MODEL as error:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return [Fault("", kind, f"has a config that no model can be made of ({said})")]
-        families.check_model(model, sharded=patched and is_sharded(model))
         return list(_Comparison(config, patched).walk("", model, made))
     except families.UnsupportedModelError as error:
         return [Fault("", kind, f"is not covered: {str(error).rstrip('.')}")]

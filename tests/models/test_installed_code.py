@@ -123,6 +123,11 @@ def _wrap(old):
     return around
 
 
+def _without_gradients(function):
+    with torch.enable_grad():  # `set_grad_enabled(False)` takes effect at once
+        return torch.set_grad_enabled(False)(function)
+
+
 def another(module, name, value):
     return lambda monkeypatch: monkeypatch.setattr(module, name, value, raising=False)
 
@@ -156,7 +161,7 @@ REPLACED = {
     "a method rewritten in its module": method_in_its_module,
     "a method's code": code_of_a_method,
     "a forward under no_grad": wrapped(torch.no_grad(), Attention),
-    "a forward under set_grad_enabled": wrapped(torch.set_grad_enabled(False), Attention),
+    "a forward under set_grad_enabled": wrapped(_without_gradients, Attention),
     "a forward under autocast": wrapped(torch.autocast("cpu", torch.bfloat16), Attention),
     "a forward under no_grad twice": wrapped(torch.no_grad(), modeling_llama.LlamaRotaryEmbedding),
     "a linear map under inference_mode": wrapped(torch.inference_mode(), nn.Linear),
