@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.parity.metrics import METRICS
+from rl_consistency.parity.metric_table import METRICS
 from rl_consistency.trainers.config.learning_sections import SAMPLING_KEYS
 from rl_consistency.trainers.config.recipe import RunConfig
 

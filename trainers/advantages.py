@@ -127,11 +127,11 @@ def overlong_mask(finish_reasons: Sequence[str]) -> Tensor:
 
 
 def overlong_penalty(lengths: Sequence[int], max_tokens: int, buffer: int) -> Tensor:
-    """DAPO's soft overlong punishment [S] fp32, in [-1, 0], to be added to the rewards.
+    """DAPO's soft overlong punishment [S] fp64, in [-1, 0], to be added to the rewards.
 
     0 up to max_tokens - buffer tokens, falling linearly to -1 at max_tokens and staying there.
     Example: with max_tokens 20 and buffer 4, completions of 16, 17, 20 tokens get 0, -0.25, -1.
     """
     free = max_tokens - buffer
     penalties = [-min(max(length - free, 0) / buffer, 1.0) + 0.0 for length in lengths]
-    return torch.tensor(penalties, dtype=torch.float32)
+    return torch.tensor(penalties, dtype=torch.float64)

@@ -69,8 +69,8 @@ def regrouped(
     check = partial(check_gradients, model, **given)
     whole = check(sequences, prompt_lengths=prompt_lengths, regroupings=(), compare_present=True)
     some = check(sequences[:count], prompt_lengths=prompt_lengths[:count])
-    bad = whole.non_finite + some.non_finite
-    return GradientReport(whole.results + some.results, whole.elements, bad)
+    bad, nonzero = whole.non_finite + some.non_finite, min(whole.nonzero, some.nonzero)
+    return GradientReport(whole.results + some.results, whole.elements, nonzero, bad)
 
 
 COUNTED = {
@@ -78,6 +78,7 @@ COUNTED = {
     "value_check/mismatched_values": "values_mismatched",
     "gradient_check/checks": "gradient_checks",
     "gradient_check/passed": "gradient_checks_passed",
+    "gradient_check/without_gradient": "gradient_checks_without_gradient",
     "gradient_check/mismatched_elements": "gradient_mismatched_elements",
 }
 """What a run counts beside drift: the name in its summary -> that in a checkpoint."""
@@ -110,7 +111,7 @@ class ConsistencyHook:
     expected_fingerprint: Fingerprint | None = None
     """Fingerprint of the other side, when rollout and training are different programs."""
     warn: Callable[[str], None] = print
-    """Called with one line when `on_drift` is `warn`."""
+    """Called with one line when `on_drift` is `warn`, and when a check had nothing to compare."""
 
     def __post_init__(self) -> None:
         self._session = patched_session(self.model)
@@ -304,15 +305,22 @@ class ConsistencyHook:
             return {}
         started = perf_counter()
         report = check()
-        self.counted["gradient_checks"] += 1
+        empty = report.without_gradient
+        self.counted["gradient_checks"] += not empty
         self.counted["gradient_checks_passed"] += report.passed
+        self.counted["gradient_checks_without_gradient"] += empty
         self.counted["gradient_mismatched_elements"] += report.mismatched_elements
         metrics: Metrics = {
-            f"consistency/{name}/passed": report.passed,
+            f"consistency/{name}/without_gradient": empty,
             f"consistency/{name}/mismatched_elements": report.mismatched_elements,
             f"time/{name}_seconds": perf_counter() - started,
         }
-        if failure := report.failure():
+        if not empty:
+            metrics[f"consistency/{name}/passed"] = report.passed
+        failure = report.failure()
+        if empty:
+            self.warn(f"step {self._current.step}: {whose}{failure}")
+        elif failure:
             self._drifted(f"{whose}{failure}. Run `rl-consistency verify`", metrics)
         return metrics
 

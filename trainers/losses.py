@@ -141,14 +141,9 @@ class LossOutput(ClippedLoss):
 
 
 def mean_metrics(updates: Sequence[LossOutput]) -> dict[str, float]:
-    """The metrics of several updates: the least of what is a least one, the largest of what is a
-    largest one, and the means of the others."""
-    each = [update.metrics() for update in updates]
-    merge = {"min": min, "max": max}
-    return {
-        name: merge.get(name.rpartition("/")[2], fmean)([metrics[name] for metrics in each])
-        for name in each[0]
-    }
+    """The metrics of several updates: over all their tokens, and the mean of their losses."""
+    losses = [update.loss.item() for update in updates]
+    return merge_outputs(updates).metrics() | {"loss": fmean(losses)}
 
 
 def token_weights(
@@ -168,10 +163,11 @@ def token_weights(
     dapo:    1 / total_tokens
 
     The counts are those of the whole batch of an optimizer step, so that micro-batches add up.
-    `keep` is bool [S], False for a dropped sequence, whose tokens get the weight 0; it does not
-    change the counts. ValueError where a count is less than these sequences need.
+    `keep` is bool [S], False for a dropped sequence, whose tokens get the weight 0; `total_tokens`
+    may leave them out. ValueError where a count is less than these sequences need.
     """
-    too_few = num_sequences_global < len(lengths) or total_tokens < sum(lengths)
+    kept = lengths if keep is None else [n for n, k in zip(lengths, keep.tolist()) if k]
+    too_few = num_sequences_global < len(lengths) or total_tokens < sum(kept)
     if too_few or max_tokens < max(lengths, default=0):
         counts = f"{num_sequences_global} sequences, {total_tokens} tokens, max_tokens {max_tokens}"
         raise ValueError(f"weights need counts of a whole batch; got {counts} for {lengths}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
-from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.trainers.strategies.strategy import Strategy, by_decay
 
 
 class GradientNormError(ValueError):
@@ -21,7 +21,7 @@ class PolicyOptimizer:
 
     A bf16 or fp16 policy is updated through fp32 master weights, which are rounded into the policy
     after every step; an fp32 policy is its own master. Where ranks keep shards, a rank updates its
-    own.
+    own. Norms' weights and biases are a group of their own, without decay unless `decay_norms`.
 
     On a GPU the update is torch's fused one, elsewhere the plain loop. Either is one formula
     applied element by element, so that an element's update does not depend on the tensor it is in;
@@ -30,14 +30,18 @@ class PolicyOptimizer:
     """
 
     def __init__(self, ranks: Strategy, section: OptimizerSection, *, total_steps: int):
-        self._ranks, self._masters = ranks, ranks.masters()
-        self._max_norm = section.max_grad_norm
+        self._ranks, self._max_norm = ranks, section.max_grad_norm
+        groups = by_decay(ranks.masters(), ranks.decays)
+        self._masters = {name: master for group in groups for name, master in group.items()}
+        decayed = [bool(section.decay_norms or ranks.decays & group.keys()) for group in groups]
         self._adamw = torch.optim.AdamW(
-            list(self._masters.values()),
+            [
+                {"params": list(group.values()), "weight_decay": section.weight_decay * decay}
+                for group, decay in zip(groups, decayed, strict=True)
+            ],
             lr=section.learning_rate,
             betas=section.betas,
             eps=section.eps,
-            weight_decay=section.weight_decay,
             foreach=False,
             fused=all(master.is_cuda for master in self._masters.values()),
         )
@@ -76,6 +80,11 @@ class PolicyOptimizer:
                 gradient.mul_(self._max_norm / norm)
         self._ranks.update(self._adamw, self._masters, gradients)
         self._schedule.step()
+        self._ranks.drop_gradients()
+        return norm
+
+    def skip(self, norm: float) -> float:
+        """Drop the gradients, of this norm, and update nothing: moments and schedule stay too."""
         self._ranks.drop_gradients()
         return norm
 
@@ -121,5 +130,6 @@ class PolicyOptimizer:
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": states, "param_groups": groups})
         self._schedule.load_state_dict({**self._schedule.state_dict(), **schedule})
-        (group,), (rate,) = self._adamw.param_groups, self._schedule.get_last_lr()
-        group["lr"] = rate
+        rates = self._schedule.get_last_lr()
+        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+            group["lr"] = rate

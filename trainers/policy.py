@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,23 +18,32 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe import CanonicalMoEBlock
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
-from rl_consistency.trainers.data.foreign_files import explained, parse_json_object
+from rl_consistency.trainers.data.foreign_files import explained
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
+from rl_consistency.trainers.policy_files import (
+    PolicyError,
+    check_config_file,
+    check_tensors,
+    check_weights,
+    refuse_quantised,
+)
 
 VOCABULARY_MULTIPLE = 16
 """A built policy's vocabulary is padded to a multiple of this."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_NO_RULES = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "use_cache"),
+    *("transformers_version", "_from_model_config", "max_length"),
+)
+"""Fields of a generation config that are read, or draw no token."""
 _NOT_LOADED = "cannot be loaded as a causal language model"
-
-
-class PolicyError(ValueError):
-    """A policy that cannot be loaded or built; the message names what is wrong and the remedy."""
 
 
 def load_policy(
@@ -140,73 +149,23 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(sorted(set(ids)))
 
 
+def unread_sampling(model: PreTrainedModel) -> str | None:
+    """What is said of a generation config's rules, which `rollout.sampling` stands in place of."""
+    config = model.generation_config
+    given = config.to_diff_dict().items() if config is not None else ()
+    rules = [f"{n}={v!r}" for n, v in given if n not in _NO_RULES and v not in (None, False)]
+    told = f"not read: generation_config.json's {', '.join(rules)}; see rollout.sampling"
+    return told if rules else None
+
+
 def read_config(directory: Path) -> PreTrainedConfig:
     """The configuration of a model directory; PolicyError where there is none that can be used."""
-    if not directory.is_dir():
-        raise PolicyError(f"no model directory {directory}: give one that save_pretrained wrote")
+    check_config_file(directory)
     file = directory / "config.json"
-    if not file.is_file():
-        raise PolicyError(f"{directory} has no config.json: it is no model directory")
-    for path in directory.iterdir():
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise PolicyError(f"{path} is no regular file: a pipe would be waited for")
-    _refuse_quantised(_object(file), str(directory))
     with explained(PolicyError, f"{file} {_NOT_LOADED}"):
         return AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-
-
-def _check_weights(directory: Path) -> None:
-    """Refuse a directory whose weights are missing, or anywhere but in it, or that an index of
-    other files names."""
-    if (generation := directory / "generation_config.json").exists():
-        _object(generation)  # transformers would pass over a damaged one, and its end tokens
-    names = ("model.safetensors", "model.safetensors.index.json")
-    weights, index = (directory / name for name in names)
-    if not (weights.is_file() or index.is_file()):
-        raise PolicyError(f"{directory} has no weights: {' or '.join(names)} is needed")
-    if weights.is_file():
-        return
-    content = _object(index)
-    shards = content.get("weight_map")
-    if not isinstance(content.get("metadata"), dict):
-        raise PolicyError(f"{index}: metadata must be a JSON object; it may be empty")
-    if not isinstance(shards, dict) or not shards:
-        raise PolicyError(f"{index}: weight_map must map tensors to files")
-    for tensor, name in shards.items():
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise PolicyError(f"{index}: {tensor}: {name!r} is no file beside it")
-        if not (index.parent / name).is_file():
-            raise PolicyError(f"{index}: {tensor}: there is no file {name}")
-    found: dict[str, str] = {}
-    for name in sorted(set(shards.values())):
-        with safe_open(index.parent / name, framework="pt") as file:
-            held = file.keys()
-        found |= {t: name for t in held if shards.get(t) == name or t not in found}
-    for tensor in sorted(found.keys() | shards.keys()):
-        said, true = (files.get(tensor, "no file") for files in (shards, found))
-        if said != true:
-            raise PolicyError(f"{index}: {tensor}: weight_map says {said}, it lies in {true}")
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model directory."""
-    try:
-        return parse_json_object(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{file}: {error}") from error
-
-
-def _refuse_quantised(config: dict[str, Any], source: str) -> None:
-    kind = config.get("quantization_config")
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
-    if kind is None and "float8" not in dtype:
-        return
-    if isinstance(kind, dict):
-        kind = kind.get("quant_method", kind)
-    found = f"quantised weights ({kind or dtype}), which are not supported"
-    raise PolicyError(f"{source} holds {found}: use a model saved as {' or '.join(DTYPES)}")
 
 
 def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:
@@ -220,8 +179,7 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
             logging.disable_progress_bar()
             stack.callback(logging.enable_progress_bar)
         try:
-            if local:
-                _check_weights(Path(source))
+            files = check_weights(Path(source)) if local else {}
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(source),
                 dtype=dtype,
@@ -231,16 +189,24 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, with the tensor's name
             )
+            if not local:
+                config_file: Any = cached_file(str(source), "config.json", local_files_only=True)
+                files = check_weights(Path(config_file).parent)
         except SafetensorError as error:
             problem = f"its weights are truncated or damaged ({error}): copy or download them again"
             raise PolicyError(f"{source}: {problem}") from error
     model, report = loaded
-    _refuse_quantised(model.config.to_dict(), str(source))
+    refuse_quantised(model.config.to_dict(), str(source))
     # Hugging Face would fill a missing tensor with random numbers and go on.
     for problem in ("missing", "mismatched", "unexpected"):
         if keys := sorted(map(str, report.get(f"{problem}_keys") or ())):
             found = f"{len(keys)} {problem} keys, the first is {keys[0]}"
             raise PolicyError(f"{source}: its weights do not fit its config.json: {found}")
+    check_tensors(files, model)
+    made, named = type(model).__name__, model.config.architectures
+    if named and made not in named:
+        problem = f"config.json's architectures are {named}, its model_type makes a {made}"
+        raise PolicyError(f"{source}: {problem}: mend one of them")
     _require_finite(model, f"{source}/config.json")
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():

@@ -77,7 +77,8 @@ ARGUMENTS = {
     "ours": frozenset({"prompts", "completions", "answers"}),
     "trl": frozenset({"prompts", "completions", "completion_ids"}),
 }
-"""Signature -> the lists that every function of that signature is given."""
+"""Signature -> the lists that every function of that signature is given. One of ours is given
+`completion_ids` too, where it names them or takes any argument."""
 
 
 class RewardError(ValueError):
@@ -97,8 +98,10 @@ class RewardFunction:
 
     def columns(self, fields: frozenset[str]) -> frozenset[str]:
         """The names of its arguments, where the data has these further fields."""
-        answer = {self.answer_field} if self.signature == "trl" else set()
-        return ARGUMENTS[self.signature] | fields | answer
+        further = {"completion_ids"} if _takes_ids(self.function) else set[str]()
+        if self.signature == "trl":
+            further = {self.answer_field}
+        return ARGUMENTS[self.signature] | fields | further
 
     def arguments(
         self,
@@ -114,13 +117,14 @@ class RewardFunction:
         answers = [example.answer for example in examples]
         prompts: list[Any] = [example.prompt for example in examples]
         answered: list[Any] = list(completions)
+        ids = [list(part) for part in token_ids]
         if self.signature == "ours":
-            return {"prompts": prompts, "completions": answered, "answers": answers} | columns
+            given = {"prompts": prompts, "completions": answered, "answers": answers} | columns
+            return given | ({"completion_ids": ids} if _takes_ids(self.function) else {})
         for index, messages in enumerate(example.messages for example in examples):
             if messages is not None:
                 prompts[index] = [copy.deepcopy(dict(message)) for message in messages]
                 answered[index] = [{"role": "assistant", "content": completions[index]}]
-        ids = [list(part) for part in token_ids]
         given = {"prompts": prompts, "completions": answered, "completion_ids": ids}
         return given | columns | {self.answer_field: answers}
 
@@ -130,6 +134,15 @@ class RewardFunction:
             return ""
         named = self.name.partition(":")[0], getattr(self.function, "__module__", None)
         return _place(error, *(module for module in named if isinstance(module, str)))
+
+
+def _takes_ids(function: Callable[..., Any]) -> bool:
+    """Whether a function has an argument `completion_ids`, or takes any."""
+    try:
+        found = inspect.signature(function).parameters
+    except ValueError:
+        return False  # written in C
+    return "completion_ids" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -238,8 +251,8 @@ def compute_rewards(
 ) -> Rewards:
     """The rewards of `completions`; the i-th answers `examples[i]`.
 
-    `token_ids` are those of the completions, which a function of signature trl is given. `timeout`
-    is in seconds, of one call of a function.
+    `token_ids` are those of the completions, special tokens included. `timeout` is in seconds, of
+    one call of a function.
 
     RewardError, naming function and sample, when a function raises, takes too long, or does not
     return one finite number within float32 for each completion.

@@ -36,7 +36,7 @@ from rl_consistency.trainers.launch import (
     threads,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import check_policy, load_policy
+from rl_consistency.trainers.policy import check_policy, load_policy, unread_sampling
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards import RewardError, fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -87,7 +87,7 @@ from rl_consistency.trainers.tracking import (
 )
 from rl_consistency.trainers.warm_start import warm_start
 
-
+EQUAL, SKIPPED = "reward/equal_group_fraction", "policy/skipped_updates"
 HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "on_drift"}
 
 
@@ -183,6 +183,8 @@ class _Run:
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         check_policy(config, self.model)
+        if told := unread_sampling(self.model):
+            announce(told)
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
         progress.starts("reading the data")
@@ -405,18 +407,26 @@ class _Run:
 
 @dataclass
 class NoSignal:
-    """Warns at the first of several steps in a row in which each group's rewards are all equal."""
+    """Warns at the first of several steps in a row in which each group's rewards are all equal, or
+    in which an update was skipped."""
 
     warn: Callable[[str], None]
-    warned: bool = False
+    told: frozenset[str] = frozenset()
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Read the metrics of a step; warn at the first of several without a signal."""
-        silent = metrics.get("reward/equal_group_fraction") == 1.0
-        if silent and not self.warned:
-            self.warn(
-                f"step {step}: the rewards within each group are equal, so all advantages are 0 "
+        found: dict[str, str] = {}
+        if metrics.get(EQUAL) == 1.0:
+            found[EQUAL] = (
+                "the rewards within each group are equal, so all advantages are 0 "
                 "and nothing is learned from them. samples.jsonl shows completions; give easier or "
                 "harder tasks, larger groups (rollout.sampling.n) or a finer reward"
             )
-        self.warned = silent
+        if skipped := metrics.get(SKIPPED):
+            found[SKIPPED] = (
+                f"all completions of {skipped} updates were cut and are masked, so there was no "
+                "update. Raise rollout.sampling.max_tokens, or set algorithm.overlong to keep"
+            )
+        for name in found.keys() - self.told:
+            self.warn(f"step {step}: {found[name]}")
+        self.told = frozenset(found)

@@ -26,7 +26,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.drift import worst_tokens
 from rl_consistency.parity.drift_monitor import Mismatch
 from rl_consistency.parity.histograms import split_counts
-from rl_consistency.parity.metrics import all_metrics
+from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.config.sections import WandbSection
@@ -111,10 +111,12 @@ class _Column(NamedTuple):
     key: str
     text: Callable[[Any], str]
     style: Callable[[Any], str] = lambda _: ""
+    empty: str = ""
+    """A metric that says that there was nothing to look at."""
 
     def cell(self, metrics: Metrics) -> Text:
         if self.key not in metrics:
-            return Text("-", style="dim")
+            return Text("no gradient" if metrics.get(self.empty) else "-", style="dim")
         value = metrics[self.key]
         return Text(self.text(value), style=self.style(value))
 
@@ -135,6 +137,7 @@ _COLUMNS = (
         "consistency/gradient_check/passed",
         lambda passed: "passed" if passed else "FAILED",
         lambda passed: _verdict(not passed),
+        empty="consistency/gradient_check/without_gradient",
     ),
 )
 _HEADERS = ("step", *(column.header for column in _COLUMNS))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_consistency.parity.metrics import Panel, Section, sections
+from rl_consistency.parity.metric_table import Panel, Section, sections
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

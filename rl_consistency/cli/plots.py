@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 
 from rl_consistency.parity.histograms import NOT_FINITE
-from rl_consistency.parity.metrics import DRIFT_SECTION, Panel, Section
+from rl_consistency.parity.metric_table import DRIFT_SECTION, Panel, Section
 from rl_consistency.trainers.run_directory.manifest import listed, require_own, write_own
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows
 

@@ -18,7 +18,7 @@ from rl_consistency.cli import plots
 from rl_consistency.cli.markup import POLICY, Markup, markup
 from rl_consistency.cli.plots import series
 from rl_consistency.parity.drift import worst_tokens
-from rl_consistency.parity.metrics import EXPERTS, WORST, sections
+from rl_consistency.parity.metric_table import EXPERTS, WORST, sections
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES
@@ -112,6 +112,8 @@ def _verdict(rows: Rows) -> Markup:
     if ours is not None and rerouted:
         ours += f", {rerouted:,.0f} met other experts"
     passed = f" passed: {sum(checks):.0f} of {len(checks)}" if checks else ": none in this run"
+    if empty := sum(series(rows, "consistency/gradient_check/without_gradient")[1]):
+        passed += f"; in {empty:.0f} there was no gradient, nothing checked"
     details = (
         f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
         f"Gradient checks{passed}."

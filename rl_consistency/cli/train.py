@@ -114,7 +114,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("values of the critic that differ", f"{differing:,} of {values:,}", "-")
     checks = summary["consistency/gradient_check/checks"]
     good = summary["consistency/gradient_check/passed"]
-    table.add_row("gradient checks passed", f"{good} of {checks}", "-", end_section=True)
+    empty = summary.get("consistency/gradient_check/without_gradient")
+    found = f"{good} of {checks}" + (f", {empty} had no gradient" if empty else "")
+    table.add_row("gradient checks passed", found, "-", end_section=True)
     spans = {"reward": "reward, first to last steps", "eval": "evaluation reward, start to end"}
     for name, label in spans.items():
         first, last = (summary[f"{name}/{end}"] for end in ("first", "last"))

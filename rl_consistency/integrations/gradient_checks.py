@@ -160,7 +160,7 @@ class GradientChecks(TrainerCallback):
             sampling=self._sampling,
             regroupings=self._until(started + self._seconds),
         )
-        return self.last.failure(), self.last
+        return None if self.last.without_gradient else self.last.failure(), self.last
 
     def _until(self, end: float) -> Iterator[Regrouping]:
         for _ in REGROUPINGS:
@@ -172,10 +172,10 @@ class GradientChecks(TrainerCallback):
 
 def _counts(report: GradientReport | None) -> dict[str, int]:
     """What one process adds to the figures."""
-    found = GradientReport((), 0) if report is None else report
+    found = GradientReport((), 0, 0) if report is None or report.without_gradient else report
     return {
-        "checks": int(report is not None),
-        "without_gradient": int(report is None),
+        "checks": int(found is report),
+        "without_gradient": int(found is not report),
         "regroupings": len(found.results),
         "elements": found.elements * len(found.results),
         "mismatched_elements": found.mismatched_elements,

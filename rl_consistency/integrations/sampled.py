@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.models.stock import selective_log_softmax
+
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
@@ -80,11 +82,11 @@ def of_generate(output: Any, eos_token_id: int | Collection[int]) -> Sampled:
     eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     drawn = output.sequences[:, output.sequences.shape[1] - len(scores) :]
     columns = [
-        step.float().log_softmax(-1).gather(1, token.unsqueeze(1))
+        selective_log_softmax(step, token)
         for step, token in zip(scores, drawn.unbind(1), strict=True)
     ]
     found = Sampled()
-    for ids, values in zip(drawn.tolist(), torch.cat(columns, 1).tolist(), strict=True):
+    for ids, values in zip(drawn.tolist(), torch.stack(columns, 1).tolist(), strict=True):
         end = next((place for place, token in enumerate(ids, 1) if token in eos), len(ids))
         found.add(ids[:end], values[:end])
     return found

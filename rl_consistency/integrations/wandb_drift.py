@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_consistency.parity.drift import WorstToken
 from rl_consistency.parity.histograms import ABS_DIFF, Histogram
-from rl_consistency.parity.metrics import WORST_TOKENS
+from rl_consistency.parity.metric_table import WORST_TOKENS
 
 if TYPE_CHECKING:
     import wandb

@@ -6,15 +6,16 @@ and `python -m rl_consistency.models.coverage` prints both with every order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import metadata
 from typing import Any
 
 from torch import nn
 
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.models import families
+from rl_consistency.models import families, installed_code
 from rl_consistency.models.inventory import ACTIVATIONS, faults
 from rl_consistency.numerics.orders import ORDERS
 
@@ -24,6 +25,7 @@ class Verdict(StrEnum):
 
     CANONICAL = "canonical"  # runs in a registered reduction order
     AUDITED = "audited elementwise"  # adds nothing; a test shows that no value's place matters
+    INSTALLED = "as installed"  # code that stock stands on, and that the patch replaces or reads
     UNSUPPORTED = "unsupported"  # no order and no audit covers it; `patch` refuses
 
 
@@ -109,7 +111,19 @@ def coverage(model: nn.Module, *, patched: bool = False) -> CoverageTable:
         op = mixin.op if mixin is not None else "glu" if name.endswith(ACTIVATIONS) else ""
         if op and name not in refused:
             rows.append(_canonical(name, stock.__name__, op))
-    return CoverageTable((*rows, *FUNCTIONAL))
+    return CoverageTable((*rows, *FUNCTIONAL, *_installed(config)))
+
+
+def _installed(config: Any) -> Iterator[CoverageRow]:
+    """What `families.stands_on` lists, each with its package and the digest of its file."""
+    for module, names in families.stands_on(config).items():
+        file = installed_code.installed(module)
+        basis = f"{file.package} {metadata.version(file.package)}, sha256 {file.digest[:16]}"
+        for name in sorted(names):
+            every = name == installed_code.EVERY
+            kind = "class" if name in file.classes else "function"
+            place, kind = (module, "all functions") if every else (f"{module}.{name}", kind)
+            yield CoverageRow(place, kind, Verdict.INSTALLED, basis)
 
 
 def markdown() -> str:

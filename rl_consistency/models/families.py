@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
+from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch.nn.modules.sparse import Embedding
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models import decoder, modules, moe
+from rl_consistency.models import decoder, installed_code, modules, moe
+from rl_consistency.models.installed_code import EVERY, Difference, described, home, origin
 from rl_consistency.models.modules import (
     STOCK_CLASS,
     CanonicalEmbedding,
@@ -66,7 +69,6 @@ _SPARSE_PARTS = {
     "SparseMoeBlock": moe.CanonicalMoEBlock,
 }
 
-_LIBRARIES = ("transformers", "torch")
 _ZERO3_LINEAR = "deepspeed.runtime.zero.linear"
 """The module of ZeRO-3's `torch.nn.functional.linear`, which saves memory and computes the same."""
 
@@ -234,130 +236,141 @@ def normalizes(config: Any) -> bool:
     return config.model_type == "mixtral" or config.norm_topk_prob
 
 
-_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
-"""Functions of a modeling file that its forward calls."""
-_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
-"""Functions of transformers' masks that a modeling file may import."""
 _OF_FUNCTIONAL = ("linear", "silu", "gelu", "softmax", "embedding", "one_hot", "grouped_mm")
 _OF_TORCH = ("matmul", "bmm", "mm", "rsqrt", "pow", "tanh", "topk", "cat")
 _TORCH: dict[str, tuple[Any, Any]] = {
     **{name: (F, getattr(F, name)) for name in _OF_FUNCTIONAL},
     "scaled_dot_product_attention": (F, F.scaled_dot_product_attention),
     **{name: (torch, getattr(torch, name)) for name in _OF_TORCH},
-    "_call_impl": (nn.Module, nn.Module._call_impl),
 }
 """Functions of torch that stock forwards call: their module, and what they were at import."""
+_METHODS = {name: f for name, f in vars(torch.Tensor).items() if hasattr(torch._C.TensorBase, name)}
+"""Methods in Python that hide a tensor's own, as they were at import."""
+
+_STANDS_ON: dict[str, tuple[str, ...]] = {
+    "torch.nn.functional": _OF_FUNCTIONAL,
+    "torch.nn.modules.module": ("Module",),
+    "torch.nn.modules.linear": ("Linear",),
+    "torch.nn.modules.sparse": ("Embedding",),
+    "torch.nn.modules.container": ("ModuleList",),
+    "torch.nn.modules.activation": ("SiLU", "GELU"),
+    "transformers.activations": (
+        *("SiLUActivation", "GELUActivation", "GELUTanh", "NewGELUActivation"),
+        EVERY,
+    ),
+    "transformers.modeling_layers": ("GradientCheckpointingLayer",),
+    **dict.fromkeys(
+        (
+            *("transformers.masking_utils", "transformers.modeling_rope_utils"),
+            *("transformers.utils.generic", "transformers.utils.output_capturing"),
+        ),
+        (EVERY,),
+    ),
+}
+"""Module -> what the forwards of all families call of it; see `installed_code.differences`."""
 
 
-def functions(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
-    """The functions that a stock forward calls now, the attention last."""
-    source, name = modeling(config), config._attn_implementation
-    own = (getattr(source, function) for function in _FUNCTIONS)
-    own = (getattr(function, "forward", function) for function in own)  # see `_home`
-    attention = source.ALL_ATTENTION_FUNCTIONS.get(name, source.eager_attention_forward)
-    torchs = (getattr(module, function) for function, (module, _) in _TORCH.items())
-    return *own, *torchs, *_masks(config).values(), *_of_experts(config), attention
+def stands_on(config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
+    """Module -> functions and classes that a stock forward is made of and calls. An entry here is
+    compared by `patch`, by each rollout and by each training forward, and `report` lists it."""
+    source, prefix = modeling(config), FAMILIES[config.model_type]
+    parts = (*(prefix + part for part in _parts(config)), f"{prefix}PreTrainedModel")
+    chosen = map(origin, _registered(config).values())
+    called = dict.fromkeys(filter(None, chosen), (EVERY,))
+    return {**_STANDS_ON, **called, source.__name__: (*parts, EVERY)}
 
 
-def _masks(config: PreTrainedConfig) -> dict[str, Any]:
-    """The functions that a stock forward makes masks by, by what they are called."""
-    source, name = modeling(config), config._attn_implementation
-    here = source.__name__
-    found = {f"{here}.{mask}": getattr(source, mask) for mask in _MASKS if hasattr(source, mask)}
-    if (registered := ALL_MASK_ATTENTION_FUNCTIONS.get(name)) is not None:
-        found[f"the mask of attention {name!r}"] = registered
-    return found
+def is_listed(cls: type, config: PreTrainedConfig) -> bool:
+    """Whether a class is one whose code is compared."""
+    names = stands_on(config).get(cls.__module__, ())
+    return cls.__name__ in names and getattr(sys.modules[cls.__module__], cls.__name__) is cls
 
 
-def _of_experts(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
-    """The functions that a stock forward of the experts calls now; none in a dense model."""
-    if config.model_type not in SPARSE:
-        return ()
-    cls = getattr(modeling(config), SPARSE[config.model_type] + "Experts")
-    name = config._experts_implementation
-    return cls._apply_gate, ALL_EXPERTS_FUNCTIONS.get(name, cls.forward)
+def stock_rotary(config: PreTrainedConfig) -> Callable[..., Any]:
+    """The family's function that turns queries and keys."""
+    function = modeling(config).apply_rotary_pos_emb
+    return getattr(function, "forward", function)  # Hugging Face's kernels makes modules of some
+
+
+def _registered(config: PreTrainedConfig) -> dict[str, Any]:
+    """The functions that a config chooses by name, by what they are called."""
+    source, attention = modeling(config), config._attn_implementation
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    own = source.eager_attention_forward
+    found = {
+        f"attn implementation {attention!r}": source.ALL_ATTENTION_FUNCTIONS.get(attention, own),
+        f"the mask of attention {attention!r}": ALL_MASK_ATTENTION_FUNCTIONS.get(attention),
+        f"rope_type {rope!r}": ROPE_INIT_FUNCTIONS.get(rope),
+    }
+    if config.model_type in SPARSE:
+        experts, cls = config._experts_implementation, f"{SPARSE[config.model_type]}Experts"
+        found[f"experts implementation {experts!r}"] = ALL_EXPERTS_FUNCTIONS.get(experts)
+        if f"{cls}._apply_gate" not in installed_code.installed(source.__name__).functions:
+            gate = getattr(getattr(source, cls), "_apply_gate", None)
+            found[f"{source.__name__}.{cls}._apply_gate"] = gate
+    return {place: function for place, function in found.items() if function is not None}
+
+
+class CodeWatch:
+    """The code that a model's forward stands on, to be read in some microseconds."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._watch = installed_code.Watch(stands_on(config))
+
+    def read(self, config: PreTrainedConfig) -> tuple[object, ...]:
+        """What is called now; equal for equal states."""
+        torchs = (getattr(module, function) for function, (module, _) in _TORCH.items())
+        methods = vars(torch.Tensor).values()
+        return *torchs, *methods, *_registered(config).values(), *self._watch.read()
 
 
 def check_code(config: PreTrainedConfig) -> None:
-    """UnsupportedModelError naming a class or function of transformers that was replaced."""
-    source, prefix = modeling(config), FAMILIES[config.model_type]
-    here, found = source.__name__, dict[str, str]()
-    for part in _parts(config):
-        cls, name = getattr(source, prefix + part), prefix + part
-        if (cls.__module__, cls.__name__) != (here, name):
-            found[f"{here}.{name}"] = f"{cls.__module__}.{cls.__name__}"
-        elif not has_own_code(cls):
-            found[f"{here}.{name}"] = "a class with another forward or __init__"
-    for name in _FUNCTIONS:
-        if (home := _home(getattr(source, name))) != here:
-            found[f"{here}.{name}"] = f"a function of {home}"
-    for name, mask in _masks(config).items():
-        while mask is not None:  # transformers 5.17 wraps its own
-            if not (home := _home(mask)).startswith("transformers."):
-                found[name] = f"a function of {home}"
-            mask = getattr(mask, "__wrapped__", None)
+    """UnsupportedModelError naming a class or function of `stands_on` that is not what the
+    installed files say."""
+    check_implementations(config)
+    for different in _differences(config):
+        raise UnsupportedModelError(
+            f"{different}; the canonical ops would run in its place. Undo that (was it a kernel "
+            "library, or an edit?), and build the model after it."
+        )
+
+
+def _differences(config: PreTrainedConfig) -> Iterator[Difference]:
+    in_python = installed_code.installed(F.__name__).functions  # compared below
     for name, (module, right) in _TORCH.items():
         now = getattr(module, name)
-        home = _home(now)
-        own = now is right and home.partition(".")[0] in ("torch", "builtins")
-        if not own and home != _ZERO3_LINEAR:
-            found[f"{module.__name__}.{name}"] = f"a function of {home}"
-    for name, other in found.items():
-        raise UnsupportedModelError(
-            f"{name} was replaced by {other}; the canonical ops would run in its place. Undo that "
-            "(was it a kernel library?), and build the model after it."
-        )
-    check_implementations(config)
+        is_own = now is right and installed_code.is_builtin(now, name)
+        is_own = is_own or (module is F and name in in_python) or _is_linear_of_zero_3(now)
+        if not is_own:
+            yield Difference(f"{module.__name__}.{name}", described(now))
+    for name, method in vars(torch.Tensor).items():
+        in_c = isinstance(getattr(torch._C.TensorBase, name, None), MethodDescriptorType)
+        is_own = method is _METHODS.get(name) and home(method).startswith("torch.")
+        if in_c and isinstance(method, FunctionType) and not is_own:
+            yield Difference(f"torch.Tensor.{name}", described(method))
+    for module, names in stands_on(config).items():
+        yield from installed_code.differences(module, names)
+
+
+def _is_linear_of_zero_3(function: Any) -> bool:
+    name = "zero3_linear_wrap"
+    module = sys.modules.get(_ZERO3_LINEAR)
+    own = module is not None and function is getattr(module, name)
+    return own and not [*installed_code.differences(_ZERO3_LINEAR, (name,))]
 
 
 def check_implementations(config: PreTrainedConfig) -> None:
-    """UnsupportedModelError for a function of experts or attention that is not transformers' own;
-    a part may take them from a config of its own."""
-    *_, attention = functions(config)
-    used = [("experts", "eager", function, _LIBRARIES) for function in _of_experts(config)]
-    for kind, own, function, libraries in (*used, ("attn", "sdpa", attention, ("transformers",))):
-        if (home := _home(function)).partition(".")[0] not in libraries:
-            name = getattr(config, f"_{kind}_implementation")
+    """UnsupportedModelError for a function that the config chooses by name and that is not plainly
+    transformers' own; a part may take them from a config of its own."""
+    known = (modeling(config).__name__, *_STANDS_ON)
+    for place, function in _registered(config).items():
+        of = origin(function)
+        if of not in known and not of.startswith("transformers.integrations."):
             raise UnsupportedModelError(
-                f"{kind} implementation {name!r} calls a function of {home}; the canonical order "
-                f"would run in its place. Call model.set_{kind}_implementation({own!r})."
+                f"{place} is {described(function)}; the canonical order would run in its "
+                "place. Undo what registered it, or call model.set_attn_implementation('sdpa') or "
+                "model.set_experts_implementation('eager')."
             )
-
-
-def has_own_code(cls: type[nn.Module]) -> bool:
-    """Whether the class has the `forward` and `__init__` it was written with, under decorators of
-    its library."""
-    # transformers has a __call__ of its own up to 5.17.
-    if cls.__module__.partition(".")[0] not in _LIBRARIES or not _is_of_a_library(cls.__call__):
-        return False
-    return _is_own("forward", cls) and _is_own("__init__", cls)
-
-
-def _is_own(name: str, cls: type[nn.Module]) -> bool:
-    method: Any = getattr(cls, name)
-    while hasattr(method, "__wrapped__"):
-        if not _is_of_a_library(method):
-            return False
-        method = method.__wrapped__
-    owners = [base for base in cls.__mro__ if base.__module__ == _home(method)]
-    code = getattr(method, "__code__", None)
-    names = {f"{base.__qualname__}.{name}" for base in owners}
-    return method is getattr(nn.Module, name) or (code is not None and code.co_qualname in names)
-
-
-def _is_of_a_library(function: Any) -> bool:
-    return _home(function).partition(".")[0] in _LIBRARIES
-
-
-def _home(function: Any) -> str:
-    """The module that a function was written in; `functools.wraps` does not hide it."""
-    if isinstance(function, partial):
-        return _home(function.func)
-    if isinstance(function, nn.Module):  # Hugging Face's kernels makes modules of functions
-        forward = vars(function).get("forward", type(function).forward)
-        around = inspect.getclosurevars(forward).nonlocals if hasattr(forward, "__code__") else {}
-        return _home(around.get("func", forward))
-    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def check_model(model: Any, *, sharded: bool = False) -> None:

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models import families
+from rl_consistency.models import families, installed_code
 from rl_consistency.models.families import normalizes
 from rl_consistency.models.modules import (
     ADDED,
@@ -134,10 +134,10 @@ class _Comparison:
 
     def _own_faults(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[str]:
         own, expected = vars(module), vars(made)
-        if not families.has_own_code(type(made)):
-            yield "has a class whose forward or __init__ was replaced"
         if name.endswith(ACTIVATIONS) and not _computes(module, self._config.hidden_act):
             yield f"computes another function than {self._config.hidden_act}"
+        if not families.is_listed(type(made), self._config):
+            yield f"has a class whose code is not known, {installed_code.described(type(made))}"
         for key in sorted(own.keys() - expected.keys() - ADDED):
             if key in _CALLS:
                 yield (
@@ -253,7 +253,8 @@ class ForwardWatch:
         self._model = weakref.ref(model)
         modules = list(model.modules())
         self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
-        self._classes = tuple({families.stock_class(type(module)) for module in modules})
+        config: Any = getattr(model, "config", None)
+        self._code = families.CodeWatch(config) if config is not None else None
 
     def read(self) -> ForwardState:
         """The state now; a module that is gone or lacks an attribute is in it as None."""
@@ -286,10 +287,8 @@ class ForwardWatch:
                 values += (id(buffer), _version(buffer))
         for name in _GLOBAL_HOOKS:
             values += getattr(torch_module, name)
-        for cls in self._classes:
-            values += (cls.forward, cls.__call__)
-        if config is not None:
-            values += families.functions(config)
+        if config is not None and self._code is not None:
+            values += self._code.read(config)
         return ForwardState(hooked, repr(config and vars(config)), tuple(values))
 
 

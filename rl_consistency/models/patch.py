@@ -267,7 +267,7 @@ class PatchSession(AbstractContextManager["PatchSession"]):
             for key, value in copied_settings(config, module).items():
                 setattr(module, key, value)
             if isinstance(module, CanonicalAttention):
-                module.apply_stock_rotary = families.functions(config)[0]
+                module.apply_stock_rotary = families.stock_rotary(config)
                 if config.model_type in families.HEAD_NORMS:
                     module.q_norm.rows_per_token = config.num_attention_heads
                     module.k_norm.rows_per_token = config.num_key_value_heads

@@ -86,13 +86,24 @@ def stock_captured_attention(
 def stock_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows
 ) -> tuple[Tensor, Tensor]:
-    """Logits in the model dtype and torch's log_softmax: what an unpatched trainer computes."""
+    """Logits in the model dtype and their logsumexp in fp32: what an unpatched trainer computes."""
     logits = F.linear(hidden, weight).float()
     if rows.truncates:
         support = distribution(lm_head_logits(hidden, weight).detach(), rows).scaled
         logits = logits.masked_fill(support == -torch.inf, -torch.inf)
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0).unsqueeze(1)
-    logprobs = (logits / temperature).log_softmax(dim=1)
+    logits = logits / temperature
+    logprobs = logits - logits.logsumexp(dim=1, keepdim=True)
     safe = targets.masked_fill(targets == IGNORED, 0)
     entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=1)
     return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
+
+
+def selective_log_softmax(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Logprobs [n] fp32 of one token for each row of logits [n, V]: its logit less the logsumexp.
+
+    So does TRL's function of this name. torch's log_softmax has a bias on a CPU, of up to 2e-5
+    where the vocabulary is large.
+    """
+    logits = logits.float()
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)

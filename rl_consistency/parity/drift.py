@@ -22,6 +22,11 @@ LogProbs = Tensor | Sequence[Tensor]
 RATIO_BAND = (0.8, 1.2)
 """An importance ratio outside this band counts towards the clip fraction."""
 
+OTHER_SAMPLING = (
+    "the sides have other sampling parameters (temperature, top_k, top_p, min_p): give "
+    "token_logprobs the rollout's with sampling=; else their weights differ"
+)
+
 FIGURES = {
     **{n: n for n in ("tokens", "mismatched_tokens", "mismatch_fraction", "nonfinite_tokens")},
     **{"logprob_abs_diff/mean": "mean_abs_diff", "logprob_abs_diff/max": "max_abs_diff"},
@@ -66,6 +71,8 @@ class DriftReport:
     rerouted_tokens: int | None = None
     """Tokens whose rows met other experts in some layer; None in a dense model, and where routing
     was not recorded."""
+    likely_cause: str | None = None
+    """What the differences look like, where they do: see `_looks_like_sampling`."""
 
     @property
     def mismatch_fraction(self) -> float:
@@ -90,6 +97,7 @@ class DriftReport:
             f"{self.mismatched_tokens} of {self.tokens} tokens have other logprobs in training "
             f"than in rollout (largest difference {self.max_abs_diff:g}, {self.max_ulp} ULP, "
             f"{self.nonfinite_tokens} not finite{rerouted})"
+            f"{f'; likely cause: {self.likely_cause}' if self.likely_cause else ''}"
         )
 
     def merge(self, other: DriftReport) -> DriftReport:
@@ -114,6 +122,7 @@ class DriftReport:
         rerouted = [n for n in (self.rerouted_tokens, other.rerouted_tokens) if n is not None]
         if len(rerouted) == 2 or any(rerouted):
             merged["rerouted_tokens"] = sum(rerouted)
+        merged["likely_cause"] = self.likely_cause or other.likely_cause
         return DriftReport(**merged)
 
 
@@ -254,7 +263,24 @@ def _report(rollout: Tensor, training: Tensor, index: Tensor, positions: int) ->
         clip_fraction=outside.double().mean().item(),
         first_mismatch=first[0] if first else None,
         positions=positions,
+        likely_cause=OTHER_SAMPLING if _looks_like_sampling(d, rollout) else None,
     )
+
+
+def _looks_like_sampling(d: Tensor, rollout: Tensor) -> bool:
+    """Whether differences d [N], 0 where tokens match, are those of other sampling parameters.
+
+    Most tokens then differ, by far more than rounding. Truncation moves all logprobs to one
+    side, a temperature moves likely tokens against unlikely ones. Rounding and quantization do
+    neither.
+    """
+    known = d.isfinite() & (d != 0)
+    moved, at = d[known], rollout[known].double()
+    if len(moved) < max(16, len(d) // 2) or float(moved.abs().mean()) < 1e-3:
+        return False
+    one_sided = float(moved.sum() / moved.abs().sum())
+    follows = float(torch.corrcoef(torch.stack([moved, at]))[0, 1])
+    return abs(one_sided) >= 0.9 or abs(follows) >= max(0.4, 3 / math.sqrt(len(moved)))
 
 
 def ordered_integers(values: Tensor) -> Tensor:

@@ -78,12 +78,19 @@ class GradientReport:
     results: tuple[RegroupingResult, ...]
     elements: int
     """Gradient elements compared per regrouping."""
+    nonzero: int
+    """Of these, the ones that are not zero. Where there is none, nothing is checked."""
     non_finite: int = 0
     """Gradient elements that are NaN or infinite, whose equal bytes prove nothing."""
 
     @property
     def passed(self) -> bool:
         return self.failure() is None
+
+    @property
+    def without_gradient(self) -> bool:
+        """Whether all elements are zero under every grouping, which neither passed nor failed."""
+        return self.elements > 0 and not self.nonzero and not self.mismatched_elements
 
     @property
     def mismatched_elements(self) -> int:
@@ -106,10 +113,12 @@ class GradientReport:
                     f"whole packed batch in {result.mismatched_elements} of {self.elements} "
                     f"elements, first in {result.first_parameter}"
                 )
+        if self.without_gradient:
+            return f"no gradient, nothing checked: all {self.elements} elements are zero"
         return None
 
     def require_passed(self) -> None:
-        """Raise a `ConsistencyError` with the `failure`, if there is one."""
+        """Raise a `ConsistencyError` with the `failure`, if there is one, or nothing checked."""
         if found := self.failure():
             raise ConsistencyError(
                 f"{found}. Run `rl-consistency verify`, and check that the loss is finite and its "
@@ -176,6 +185,7 @@ def check_gradients(
                     loss_mask=_of(group, loss_mask),
                     sampling=_of(group, sampling),
                     balance=balance,
+                    check_support=False,  # the weights may have been updated since the rollout
                 )
                 loss(scored, group).backward()
             return _present(policy)
@@ -187,7 +197,9 @@ def check_gradients(
     if compare_present:
         results.insert(0, _compare("as trained", whole, present))
     non_finite = sum(int((~gradient.isfinite()).sum()) for gradient in whole.values())
-    return GradientReport(tuple(results), sum(g.numel() for g in whole.values()), non_finite)
+    nonzero = sum(int((gradient != 0).sum()) for gradient in whole.values())
+    elements = sum(gradient.numel() for gradient in whole.values())
+    return GradientReport(tuple(results), elements, nonzero, non_finite)
 
 
 def _present(model: nn.Module) -> dict[str, Tensor]:

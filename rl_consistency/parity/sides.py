@@ -157,7 +157,12 @@ def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) 
         # Without gradients a GPU would fuse ops that training does not.
         with torch.set_grad_enabled(_can_train(model)):
             found = token_logprobs(
-                model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=work.sampling
+                model,
+                inputs,
+                attention_mask=mask,
+                prompt_lengths=prompts,
+                sampling=work.sampling,
+                check_support=False,
             ).logprobs
             if gradients:
                 (found * weights[first : first + len(found)].to(found)).sum().backward()

@@ -2,7 +2,7 @@
 
 The unpatched Hugging Face model decodes them token by token with a KV cache (left-padded batch, as
 a generation loop does), then scores them in one batched forward pass (right-padded, as a trainer
-does). Both take log_softmax of the logits in fp32.
+does). Both take the logit less the logsumexp in fp32, as TRL does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from rl_consistency.models.moe import stock_routing
 from rl_consistency.models.packing import lay_out
 from rl_consistency.models.patch import PatchSession
+from rl_consistency.models.stock import selective_log_softmax
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.drift import DriftReport, compare_logprobs
 from rl_consistency.parity.gradients import gradients_kept
@@ -149,7 +150,7 @@ def _score(model: Any, batch: _Batch, temperature: float) -> _Scored:
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     rows = [slice(n - 1, len(s) - 1) for s, n in batch]
     logprobs = [
-        _picked(logits[i, rows[i]], ids[i, n : len(s)], temperature)
+        selective_log_softmax(logits[i, rows[i]].float() / temperature, ids[i, n : len(s)])
         for i, (s, n) in enumerate(batch)
     ]
     met = [routing.view(len(ids), -1) for routing in routed]
@@ -169,7 +170,8 @@ def _decode(model: Any, batch: _Batch, temperature: float) -> _Scored:
         for tokens in torch.tensor(given, device=model.device).unbind(dim=1):
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
             output = model(**inputs, past_key_values=cache, use_cache=True)
-            steps.append(_picked(output.logits[:, -1], tokens, temperature))
+            last = output.logits[:, -1].float() / temperature
+            steps.append(selective_log_softmax(last, tokens))
             ids = tokens.unsqueeze(1)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             positions = positions[:, -1:] + 1
@@ -180,9 +182,3 @@ def _decode(model: Any, batch: _Batch, temperature: float) -> _Scored:
         return [row[: len(s) - prompt] for row, (s, prompt) in zip(rows, batch)]
 
     return of_each(steps), of_each(met)
-
-
-def _picked(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """[n] fp32 logprob of one token per row of logits [n, V]."""
-    logprobs = (logits.float() / temperature).log_softmax(dim=-1)
-    return logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)

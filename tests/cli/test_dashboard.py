@@ -9,7 +9,7 @@ import pytest
 
 from rl_consistency.cli.main import main
 from rl_consistency.parity.histograms import HISTOGRAMS
-from rl_consistency.parity.metrics import SECTIONS, WORST_TOKENS, all_metrics, sections
+from rl_consistency.parity.metric_table import SECTIONS, WORST_TOKENS, all_metrics, sections
 
 GOLDEN = Path(__file__).with_name("dashboard.json")
 """Written by `rl-consistency dashboard show`, with the version that constraints-cpu.txt pins."""

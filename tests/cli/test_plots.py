@@ -9,7 +9,7 @@ from rl_consistency.cli.plots import (
     save_picture,
     section_figure,
 )
-from rl_consistency.parity.metrics import DRIFT_SECTION, SECTIONS, WORST
+from rl_consistency.parity.metric_table import DRIFT_SECTION, SECTIONS, WORST
 
 OF_TITLE = {section.title: section for section in SECTIONS}
 

@@ -15,7 +15,7 @@ from rl_consistency.cli.plots import save_picture
 from rl_consistency.cli.report import _worst_tokens, render
 from rl_consistency.numerics import files
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.parity.metrics import SECTIONS, WORST
+from rl_consistency.parity.metric_table import SECTIONS, WORST
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.manifest import begin_manifest
 
@@ -99,6 +99,11 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
     labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
     assert labels == [s.title for s in SECTIONS if s is not WORST]
+
+
+def test_the_verdict_says_which_gradient_checks_had_no_gradient(tmp_path, undrawn):
+    run = make_run(tmp_path / "run", more={"consistency/gradient_check/without_gradient": True})
+    assert "; in 2 there was no gradient, nothing checked." in render(run).read_text("utf-8")
 
 
 HOSTILE = """</style></title></pre><img src=x onerror=alert(1)><script>alert(2)</script>' " & {0}"""

@@ -20,6 +20,7 @@ from tests.trainers.conftest import RECIPE as TINY
 
 RECIPE = TINY | {
     "reward": {"functions": [{"name": "arithmetic"}]},
+    "algorithm": {"entropy_coefficient": 0.01},  # the rewards, all 0, give no gradient
     "training": {"steps": 2, "eval_every": 2},
     "consistency": {"gradient_check_every": 2, "shadow_every": 1},
     "tracking": {},
@@ -122,6 +123,13 @@ def test_the_table_counts_the_values_of_a_critic_where_there_is_one(summary):
     labels, figures, _ = (list(column.cells) for column in table.columns)
     assert set(labels) - set(plain) == {"values of the critic that differ"}
     assert figures[labels.index("values of the critic that differ")] == "3 of 1,200"
+
+
+def test_the_table_says_how_many_gradient_checks_had_no_gradient(summary):
+    given = {"checks": 2, "passed": 2, "without_gradient": 3}
+    found = summary | {f"consistency/gradient_check/{name}": n for name, n in given.items()}
+    labels, figures, _ = (list(column.cells) for column in train.summary_table(found).columns)
+    assert figures[labels.index("gradient checks passed")] == "2 of 2, 3 had no gradient"
 
 
 @pytest.mark.parametrize(("arguments", "status", "failed"), [((), 0, False), (DRIFTING, 1, True)])

@@ -50,6 +50,7 @@ def rescored(model, completions, sampling):
             [[*p, *c.token_ids] for p, c in zip(prompts, completions)],
             prompt_lengths=[len(p) for p in prompts],
             sampling=sampling,
+            check_support=False,
         ).split()
 
 

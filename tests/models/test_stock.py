@@ -2,15 +2,22 @@
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_consistency.integrations.sampled import of_generate
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, SequenceTables
+from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.models.stock import stock_captured_attention
+from rl_consistency.models.stock import (
+    selective_log_softmax,
+    stock_captured_attention,
+    stock_scores,
+)
 from rl_consistency.numerics.strict import OPS, current, strict
 from tests.models.patch.tiny_models import tiny
 from tests.models.test_modules import activation_checkpointing
@@ -97,3 +104,37 @@ def test_a_layer_computed_again_in_a_thread_has_the_choice_of_its_first_time(mod
         thread.start()
         thread.join()
     assert seen == [choice, choice]
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    """Logits of a large vocabulary, a token of each row, and its logprob in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(48, 131_072, generator=generator)
+    tokens = torch.randint(131_072, (48,), generator=generator)
+    exact = logits.double().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return logits, tokens, exact
+
+
+def by_scores(logits, tokens):
+    rows = SamplingRows.uniform(len(tokens))
+    return stock_scores(torch.eye(len(tokens)), logits.t(), tokens, rows)[0]
+
+
+def by_generate(logits, tokens):
+    output = SimpleNamespace(scores=logits.unsqueeze(1).unbind(0), sequences=tokens.unsqueeze(0))
+    return of_generate(output, -1).logprobs[0]
+
+
+def by_torch(logits, tokens):
+    return logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "unbiased"),
+    [(selective_log_softmax, True), (by_scores, True), (by_generate, True), (by_torch, False)],
+)
+def test_no_logprob_of_a_large_vocabulary_has_a_bias(vocabulary, logprobs, unbiased):
+    logits, tokens, exact = vocabulary
+    mean = float((logprobs(logits, tokens).double() - exact).mean())
+    assert (abs(mean) < 5e-7) == unbiased  # torch's log_softmax is the negative control

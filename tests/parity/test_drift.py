@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.parity.drift import (
     Sample,
     WorstToken,
@@ -143,9 +144,9 @@ def test_merged_reports_equal_the_report_of_the_whole():
     merged = total_of([None, *map(compare_logprobs, *parts)])
     assert merged.rerouted_tokens is whole.rerouted_tokens is None
     for name, value in vars(whole).items():
-        if value is not None:
+        if value is not None and name != "likely_cause":
             assert getattr(merged, name) == pytest.approx(value, rel=1e-12), name
-    assert merged.first_mismatch == 37
+    assert merged.first_mismatch == 37 and merged.likely_cause == whole.likely_cause
 
 
 def test_merging_never_hides_a_nan():
@@ -215,3 +216,48 @@ def test_what_is_not_finite_comes_before_every_difference():
 def test_bits_count_not_values():
     rows = table([[0.0, -2.0, -3.0], [], [-1.0, -1.0]], [[-0.0, -2.0, -3.0], [], [-1.0, -1.0]])
     assert [(row.token, row.difference) for row in rows] == [("<5>", 0.0)]
+
+
+def rescored(noise=0.0, **sampling):
+    """Logprobs of tokens under these parameters, and of the same tokens under plain ones."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.exp(torch.randn(256, 1, generator=generator))
+    logits = scales * torch.randn(256, 500, generator=generator)
+    behaviour = distribution(logits, SamplingRows.uniform(256, **sampling))
+    tokens = behaviour.probabilities().multinomial(1, generator=generator).squeeze(1)
+    logits = logits + noise * scales * torch.randn(256, 500, generator=generator)
+    plain = distribution(logits, SamplingRows.uniform(256))
+    return behaviour.logprobs_of(tokens), plain.logprobs_of(tokens)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6},
+        {"temperature": 0.9},
+        {"temperature": 1.3},
+        {"top_p": 0.95},
+        {"top_k": 20},
+        {"min_p": 0.1},
+        {"temperature": 0.8, "top_k": 50},
+        {"temperature": 1.2, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_forgotten_sampling_parameters_are_named_as_the_likely_cause(sampling):
+    rollout, training = rescored(**sampling)
+    for sides in ((rollout, training), (training, rollout)):
+        report = compare_logprobs(*sides)
+        assert "likely cause: the sides have other sampling parameters" in report.sentence()
+        assert "sampling=" in repr(report)
+        assert report.merge(compare_logprobs(rollout, rollout)).likely_cause
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-4, 1e-2, 0.1, 0.3])
+def test_other_drift_is_not_blamed_on_sampling(noise):
+    """Negative control: from rounding to other weights, nearly all tokens differ as well."""
+    report = compare_logprobs(*rescored(noise=noise))
+    assert report.likely_cause is None and "likely" not in report.sentence()
+    assert (report.mismatch_fraction > 0.9) == (noise > 0)
+    few = [part[:8] for part in rescored(temperature=0.6)]
+    assert compare_logprobs(*few).likely_cause is None

@@ -47,6 +47,15 @@ def test_every_regrouping_gives_the_same_bytes(preset, dtype):
     report.require_passed()
 
 
+def test_a_gradient_that_is_zero_everywhere_is_not_a_check_that_passed():
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        report = check(model, lambda *given: global_loss(*given) * 0.0)
+    assert report.without_gradient and not report.passed and report.mismatched_elements == 0
+    with pytest.raises(ConsistencyError, match="no gradient, nothing checked: all .* are zero"):
+        report.require_passed()
+
+
 def test_gradients_and_weights_are_left_as_they_were():
     model = build_preset("tiny-qwen3")
     with patch(model):

@@ -111,6 +111,7 @@ def test_a_step_without_drift_has_the_promised_names_and_reads_zero(make_hook, m
     expected |= {
         "consistency/gradient_digest",
         "consistency/gradient_check/passed",
+        "consistency/gradient_check/without_gradient",
         "consistency/gradient_check/mismatched_elements",
         "consistency/logprob_abs_diff/count/0",
         "consistency/importance_ratio/count/1",
@@ -175,6 +176,43 @@ def test_a_loss_whose_weights_depend_on_the_cut_fails_the_gradient_check(make_ho
     with pytest.raises(ConsistencyError, match=r"step 1: gradients depend on .* first in model\."):
         hook.on_gradients(*step)
     assert (hook.counted["gradient_checks"], hook.counted["gradient_checks_passed"]) == (1, 0)
+
+
+@pytest.mark.parametrize("on_drift", ["raise", "warn", "record"])
+def test_a_gradient_that_is_zero_everywhere_is_told_and_not_counted(
+    make_hook, model, rollout, on_drift
+):
+    told = []
+    hook = make_hook(gradient_check_every=1, on_drift=on_drift, warn=told.append)
+    hook.on_rollout(rollout)
+    zero = trained(model, rollout, lambda scored, group: (scored.logprobs * 0.0).sum())
+    metrics = hook.on_gradients(*zero) | hook.on_value_gradients(zero[1])
+    for name in ("gradient_check", "critic_gradient_check"):
+        assert metrics[f"consistency/{name}/without_gradient"] is True
+        assert f"consistency/{name}/passed" not in metrics
+    assert [line.split(": all")[0] for line in told] == [
+        "step 1: no gradient, nothing checked",
+        "step 1: critic: no gradient, nothing checked",
+    ]
+    found = {n.rpartition("/")[2]: v for n, v in hook.summary().items() if "gradient_check/" in n}
+    assert found == {"checks": 0, "passed": 0, "without_gradient": 2, "mismatched_elements": 0}
+
+
+def test_regroupings_of_sequences_without_a_gradient_are_not_counted(make_hook, model, rollout):
+    """The others have one, which alone is compared as trained and all at once."""
+    hook = make_hook(gradient_check_every=1)
+    hook.on_rollout(rollout)
+
+    def others(scored, group):
+        wanted = torch.cat([torch.full((n,), float(i > 1)) for i, n in zip(group, scored.lengths)])
+        return (scored.logprobs * wanted).sum()
+
+    gradients, check = trained(model, rollout, others)
+    given = {**check.keywords}
+    few = partial(regrouped, model, rollout.sequences, rollout.prompt_lengths, 2, **given)
+    assert hook.on_gradients(gradients, few)["consistency/gradient_check/without_gradient"] is True
+    assert hook.on_gradients(gradients, check)["consistency/gradient_check/passed"] is True
+    assert hook.counted["gradient_checks"] == 1
 
 
 def test_gradients_that_are_not_those_of_the_step_fail_the_gradient_check(

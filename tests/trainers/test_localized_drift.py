@@ -9,7 +9,7 @@ from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity import localize as localizing
 from rl_consistency.parity.histograms import HISTOGRAMS
-from rl_consistency.parity.metrics import WORST_TOKENS
+from rl_consistency.parity.metric_table import WORST_TOKENS
 from rl_consistency.parity.replay import TEXTS
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.verify.substitution import attribute

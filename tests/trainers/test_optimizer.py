@@ -1,18 +1,27 @@
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import Trainer
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.sums import gradient_norm
+from rl_consistency.models.patch import patch
 from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers.algorithms.critic import CriticModel
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.strategies.strategy import Replicated
+from rl_consistency.trainers.strategies.strategy import (
+    Replicated,
+    decaying,
+    trained_parameters,
+)
+from rl_consistency.verify.presets import PRESETS, build_preset
 
 RATE = 1e-2
 
@@ -46,10 +55,14 @@ def plain_adamw(parameters, **changes):
     return torch.optim.AdamW(parameters, foreach=False, fused=False, **given)
 
 
-def test_an_fp32_policy_is_its_own_master_and_steps_as_adamw_does():
+@pytest.mark.parametrize("decay_norms", [False, True])
+def test_an_fp32_policy_is_its_own_master_and_steps_as_adamw_does(decay_norms):
     model, twin = small_model(), small_model()
-    optimizer = optimizer_of(model, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)
-    reference = plain_adamw(twin.parameters(), weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)
+    given = {"betas": (0.8, 0.95), "eps": 1e-6}
+    optimizer = optimizer_of(model, weight_decay=0.1, decay_norms=decay_norms, **given)
+    weights = [{"params": [twin[0].weight, twin[1].weight], "weight_decay": 0.1}]
+    biases = [{"params": [twin[0].bias], "weight_decay": 0.1 * decay_norms}]
+    reference = plain_adamw(weights + biases, **given)
     for step in range(3):
         give_gradients(model, step)
         give_gradients(twin, step)
@@ -57,6 +70,53 @@ def test_an_fp32_policy_is_its_own_master_and_steps_as_adamw_does():
         reference.step()
     assert parameter_digest(model) == parameter_digest(twin)
     assert not any(name.endswith(".master") for name in optimizer.tensors())
+
+
+class Reward(nn.Module):
+    """Names and modules that transformers' rule tells apart, and some that look like them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.plain = nn.LayerNorm(2), nn.ModuleDict({"final": nn.LayerNorm(2)})
+        self.normal, self.q_norm_proj = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        self.Ln_RMSNorm = nn.Linear(2, 2, bias=False)
+        self.rebiased, self.frozen = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "critic", "others"])
+def test_what_decays_is_what_transformers_trainer_decays(preset):
+    model = Reward() if preset == "others" else build_preset("tiny-qwen3")
+    if preset in PRESETS:
+        model = build_preset(preset)
+    elif preset == "critic":
+        model = CriticModel(model, seed=0)
+    theirs = Trainer.get_decay_parameter_names(None, model)
+    kept = trained_parameters(model).keys() - decaying(model)
+    assert decaying(model) == {*theirs} & trained_parameters(model).keys() and kept
+    with patch(model) if preset in PRESETS else nullcontext():
+        assert decaying(model) == trained_parameters(model).keys() - kept
+
+
+@pytest.mark.parametrize("decay_norms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gradient_only_matrices_shrink(dtype, decay_norms):
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)}).to(dtype)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad_dtype = torch.float32
+    given = {"weight_decay": 0.5, "learning_rate": 0.5, "decay_norms": decay_norms}
+    first = optimizer_of(model, **given)
+    for optimizer in (first, optimizer_of(model, **given)):  # the second as one that is resumed
+        if optimizer is not first:
+            optimizer.load(first.tensors(), first.schedule_state())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros(parameter.shape)
+        optimizer.step()
+    shrunk = {name for name, p in model.named_parameters() if (p == 0.75**2).all()}
+    kept = {name for name, p in model.named_parameters() if (p == 1).all()}
+    assert shrunk == ({*shrunk} | {*kept} if decay_norms else {"up.weight"})
+    assert len(shrunk | kept) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -206,10 +206,10 @@ class GRPOTrainer:
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        shaped, lengths = torch.tensor(rewards.total, dtype=torch.float32), experience.lengths
+        shaped, lengths = torch.tensor(rewards.total, dtype=torch.float64), experience.lengths
         if algorithm.overlong == "penalty":
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
-        elif algorithm.overlong == "mask":
+        elif algorithm.overlong in ("mask", "mask_counted"):
             experience.keep = overlong_mask([c.finish_reason for c in completions])
         metrics |= rollout_metrics(completions, rewards)
         if self.reference is not None:
@@ -218,7 +218,7 @@ class GRPOTrainer:
         return metrics | self._judge(experience, shaped), experience
 
     def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
-        """Give each token its advantage, from the rewards [S] fp32 of the samples."""
+        """Give each token its advantage, from the rewards [S] fp64 of the samples."""
         kind, groups = self.config.algorithm.advantage, rewards.view(-1, self._sampling.n)
         advantages = group_advantages(rewards, self._sampling.n, kind=kind)
         each = per_token(advantages, experience.lengths)
@@ -248,9 +248,22 @@ class GRPOTrainer:
                 metrics |= self._told("gradients", self.hook.on_gradients, gradients, check)
             metrics["learning_rate"] = self.optimizer.learning_rate
             with self._timed("optimizer"):
-                norms.append(self.optimizer.step(norm))
+                norms.append(self._update(self.optimizer, experience, part, norm))
             updates.append(output)
+        if experience.keep is not None:
+            skipped = sum(self._all_cut(experience, p) for p in self._minibatches(experience))
+            metrics["policy/skipped_updates"] = skipped
         return metrics | mean_metrics(updates) | {"gradient_norm": fmean(norms)}
+
+    def _update(
+        self, optimizer: PolicyOptimizer, experience: Experience, part: list[int], norm: float
+    ) -> float:
+        """Step an optimizer, or skip an update of which all completions are masked; the norm."""
+        return optimizer.skip(norm) if self._all_cut(experience, part) else optimizer.step(norm)
+
+    def _all_cut(self, experience: Experience, part: list[int]) -> bool:
+        """Whether all completions of `part` are left out of the loss."""
+        return experience.keep is not None and not bool(experience.keep[part].any())
 
     def _minibatches(self, experience: Experience) -> Iterator[list[int]]:
         """The samples of each optimizer step on a rollout."""
@@ -304,13 +317,14 @@ class GRPOTrainer:
         self, experience: Experience, part: list[int], group: list[int], device: torch.device
     ) -> Tensor:
         """[N] fp32, of the tokens of `group` in the optimizer step over `part`."""
-        keep = experience.keep
+        keep, leaves = experience.keep, self.config.algorithm.overlong == "mask"
+        counted = [i for i in part if not leaves or keep is None or keep[i]]
         return token_weights(
             [experience.lengths[i] for i in group],
             self.config.algorithm.loss,
             num_sequences_global=len(part),
             max_tokens=self._sampling.max_tokens,
-            total_tokens=sum(experience.lengths[i] for i in part),
+            total_tokens=sum(experience.lengths[i] for i in counted),
             keep=None if keep is None else keep[group],
             device=device,
         )
@@ -344,6 +358,7 @@ class GRPOTrainer:
             sampling=self._sampling,
             share_prompts=not torch.is_grad_enabled(),
             balance=torch.is_grad_enabled() and self._balances > 0,
+            check_support=False,  # drift is reported by the hook
         )
         if scored.routing is not None:
             self._routing.update(zip(group, scored.routing.split(scored.lengths)))
@@ -373,7 +388,8 @@ class GRPOTrainer:
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
         token_ids = [completion.token_ids for completion in completions]
-        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        skip = self.config.reward.skip_special_tokens
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=skip)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.experience import Experience
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, backward_passes, in_groups
 from rl_consistency.trainers.hooks import Metrics
-from rl_consistency.trainers.losses import ClippedLoss, value_loss
+from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""
@@ -111,11 +111,11 @@ class PPOTrainer(GRPOTrainer):
                 given = self.hook.on_value_gradients, check
                 metrics |= self._told("the critic's gradients", *given)
             with self._timed("critic"):
-                norms.append(self.critic.optimizer.step(norm))
+                norms.append(self._update(self.critic.optimizer, experience, part, norm))
             updates.append(output)
         return metrics | {
             "value/loss": fmean(update.loss.item() for update in updates),
-            "value/clip_fraction": fmean(update.clip_fraction for update in updates),
+            "value/clip_fraction": merge_outputs(updates).clip_fraction,
             "value/gradient_norm": fmean(norms),
         }
 

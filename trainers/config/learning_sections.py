@@ -132,9 +132,11 @@ class AlgorithmSection(RecipeSection):
     """Optimizer steps per epoch over a rollout batch, which is split into as many equal parts."""
     epochs_per_rollout: Count = 1
     """Passes over each rollout batch."""
-    overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """Completions cut at max_tokens: kept, given no weight in the loss (they still count in its
-    denominators and in the group's mean), or penalised by length."""
+    overlong: Literal["keep", "mask", "mask_counted", "penalty"] = "keep"
+    """Completions cut at max_tokens: kept; mask: given no weight in the loss and left out of the
+    token mean of dapo, as TRL does, but not of the group's mean and the number of sequences;
+    mask_counted: their tokens count in that mean; or penalised by length. An update in which all
+    are masked is skipped."""
     overlong_buffer: CountOrZero = 0
     """Tokens before max_tokens over which the penalty grows; only with overlong: penalty."""
 
@@ -162,7 +164,9 @@ class OptimizerSection(RecipeSection):
     eps: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: PositiveOrZero = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of all weights but those of norms and biases."""
+    decay_norms: bool = False
+    """Whether norms' weights and biases decay too; transformers' Trainer and TRL leave them out."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; null = no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -362,8 +362,9 @@ class RewardFunctionSection(RecipeSection):
     """Factor of this term in the sum."""
     signature: RewardSignature = "ours"
     """What the function is called with, all by name, beside the data's further fields. ours:
-    prompts, completions, answers; trl: prompts, completions, completion_ids and the answer under
-    data.answer_field, as TRL's trainers do (no trainer_state, no None for a score)."""
+    prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
+    them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
+    trainers do (no trainer_state, no None for a score)."""
 
 
 class RewardSection(RecipeSection):
@@ -371,6 +372,9 @@ class RewardSection(RecipeSection):
 
     functions: tuple[RewardFunctionSection, ...]
     """The terms, at least one, added in this order."""
+    skip_special_tokens: bool = True
+    """Leave special tokens (the end token, a model's <think>) out of the text of completions, which
+    reward functions and samples have; false keeps them."""
     timeout: Positive | None = None
     """Seconds that one call of a function may take, for all completions; null = any time."""
     accept_changed: bool = False

@@ -6,6 +6,7 @@ differ in what a rank keeps: see `Replicated`, `fsdp2` and `zero`.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -53,6 +54,8 @@ class Strategy(ABC):
         self._parameters: dict[str, Any] = trained_parameters(policy)
         self.shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self.numels = {name: p.numel() for name, p in self._parameters.items()}
+        self.decays = decaying(policy)
+        """Names of the masters that weight decay shrinks."""
         self._sum = OrderedSum(world, order) if order.count > 1 else None
         self._gives, self._hooks = False, []
 
@@ -161,14 +164,16 @@ class Strategy(ABC):
         again = self.gradients()
         counts = {n: int((bits(again[n]) != bits(g)).sum()) for n, g in trained.items()}
         bad = sum(int((~g.isfinite()).sum()) for g in again.values())
-        found = [counts.get(name, 0) for name in self.numels]
+        nonzero = sum(int((g != 0).sum()) for g in again.values())
+        found = [*(counts.get(name, 0) for name in self.numels), nonzero, bad]
         if self.keeps_shards:
-            *found, bad = self.world.reduce("gradient check", [*found, bad], ReduceOp.SUM)
+            found = self.world.reduce("gradient check", found, ReduceOp.SUM)
+        *found, nonzero, bad = found
         differing = dict(zip(self.numels, found, strict=True))
         # Parts of one sequence have no other cut.
         name = "run again" if other == min(size, largest) else f"micro-batch {other}"
         result = RegroupingResult(name, differing)
-        return GradientReport((result,), sum(self.numels.values()), bad)
+        return GradientReport((result,), sum(self.numels.values()), nonzero, bad)
 
     def shared(self, what: str, own: Mapping[int, T]) -> list[T]:
         """The values (plain data) of all ranks, in the order of their keys; each is on one rank."""
@@ -187,6 +192,25 @@ class Strategy(ABC):
 def trained_parameters(module: nn.Module) -> dict[str, Any]:
     """The parameters that have a gradient, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+_KEPT = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+
+
+def decaying(module: nn.Module) -> frozenset[str]:
+    """Names of the trained parameters that weight decay shrinks: all but biases and norms' weights.
+
+    Source: `Trainer.get_decay_parameter_names` of transformers 5, which TRL's trainers have too.
+    """
+    norms = [f"{name}." for name, m in module.named_modules() if isinstance(m, nn.LayerNorm)]
+    names = trained_parameters(module)
+    return frozenset(n for n in names if not (_KEPT.search(n) or n.startswith(tuple(norms))))
+
+
+def by_decay(parts: Mapping[str, T], decays: frozenset[str]) -> list[dict[str, T]]:
+    """The parts that decay, then the others, as groups of an optimizer; none is empty."""
+    found = ({n: p for n, p in parts.items() if (n in decays) == decay} for decay in (True, False))
+    return [group for group in found if group]
 
 
 class Gathered(Mapping[str, Tensor]):

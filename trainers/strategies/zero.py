@@ -8,7 +8,7 @@ gradients stands the ordered sum, which takes them as a backward pass finishes t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from rl_consistency.trainers.strategies.strategy import (
     Backward,
     Gathered,
     Strategy,
-    trained_parameters,
+    by_decay,
 )
 
 ZERO_OPTIMIZATION: dict[str, Any] = {
@@ -64,12 +64,17 @@ class Zero(Strategy):
             self._collect(self._sum or OrderedSum(world, order))
         with ExitStack() as stack:
             stack.enter_context(_launched(world.device.type))
-            self.model, self._utils = _engine(policy, self.stage, self.dtype)
+            groups = by_decay(self._parameters, self.decays)
+            self.model, self._utils = _engine(policy, groups, self.stage, self.dtype)
             self._stack = stack.pop_all()
         zero = self.model.optimizer
         own = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
         flat = getattr(zero, own)
         self._partitions = {f"partition {index}": part for index, part in enumerate(flat)}
+        # A partition is of one group, of which the first is that of what decays.
+        group_of = zero.sub_group_to_group_id if stage == 3 else range(len(flat))
+        first = 0 if self.decays else -1
+        self.decays = frozenset(n for i, n in enumerate(self._partitions) if group_of[i] == first)
         self._places = {name: self._place(name) for name in self._parameters}
 
     def close(self) -> None:
@@ -180,7 +185,9 @@ class Zero(Strategy):
         return self.part(name, self._utils.safe_get_full_grad(parameter)).clone()
 
 
-def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _engine(
+    policy: nn.Module, groups: Sequence[Mapping[str, Any]], stage: int, dtype: torch.dtype
+) -> tuple[Any, Any]:
     """DeepSpeed's engine around the policy, and its functions for single parameters."""
     import deepspeed
     import deepspeed.ops
@@ -199,7 +206,8 @@ def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any
             "communication_data_type": "fp32",
         }
     # The partitions are made for an optimizer; `update` puts that of the run in its place.
-    placeholder = torch.optim.AdamW(trained_parameters(policy).values(), foreach=False)
+    given = [{"params": list(group.values())} for group in groups]
+    placeholder = torch.optim.AdamW(given, foreach=False)
     # Else a first run on a CPU compiles a shared-memory all-reduce for more than a minute.
     deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     engine, *_ = deepspeed.initialize(model=policy, optimizer=placeholder, config=settings)

@@ -83,10 +83,12 @@ def token_logprobs(
     sampling: Sampling | Sequence[Sampling] | None = None,
     share_prompts: bool = False,
     balance: bool = False,
+    check_support: bool = True,
 ) -> TokenLogprobs:
     """Log-probability of each scored token given the tokens before it.
 
     All forms of a batch give the same bytes, and so did the rollout engine with these weights.
+    Only this function gives them: log_softmax of `model(ids).logits` rounds otherwise.
 
     Args:
         model: patched causal LM, or the outermost wrapper around it.
@@ -102,11 +104,18 @@ def token_logprobs(
             with `prompt_lengths`, without gradients; other forms, and models with hooks or an op
             on its stock path, are computed whole. The bits stay.
         balance: also compute the load-balancing loss of each sequence, of a sparse model.
+        check_support: refuse a scored token that `sampling` rules out under these weights, which
+            waits for the device where it truncates. False, for measurements: it gets -inf, and its
+            ratio is 0.
+
+    top_k, top_p, min_p and temperature 0 rule tokens out. After an update, and in a reference
+    model, a sampled token may be among them, so a rollout with truncation serves one update and no
+    KL to a reference.
 
     ValueError if the model is not patched or was changed since, shapes disagree, nothing is scored,
-    prompts would be shared under gradients, or an fp16 model would be trained; ConsistencyError for
-    a changed numeric setting, or for the inside of a wrapper under gradients, which would leave out
-    what the wrapper does.
+    a scored token is ruled out, prompts would be shared under gradients, or an fp16 model would be
+    trained; ConsistencyError for a changed numeric setting, or for the inside of a wrapper under
+    gradients, which would leave out what the wrapper does.
     """
     policy = unwrapped(model)
     batch, lens = packed(policy, sequences, attention_mask)
@@ -124,7 +133,29 @@ def token_logprobs(
         return _scores(policy, batch, scored, sampling, shared, balance)[2]
 
     logprobs, entropy, *routing = through(model, policy, run)
+    if check_support and _truncates(sampling):
+        _require_support(logprobs, scored)
     return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored], *routing)
+
+
+def _truncates(sampling: Sampling | Sequence[Sampling] | None) -> bool:
+    each = sampling if isinstance(sampling, Sequence) else [] if sampling is None else [sampling]
+    return any(s.temperature == 0 or s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in each)
+
+
+def _require_support(logprobs: Tensor, scored: list[Tensor]) -> None:
+    outside = (logprobs.detach() == -torch.inf).nonzero().squeeze(1).tolist()
+    if not outside:
+        return
+    places = [(i, int(at)) for i, mask in enumerate(scored) for at in mask.nonzero()]
+    sequence, token = places[outside[0]]
+    raise ValueError(
+        f"{len(outside)} of {len(places)} scored tokens, the first token {token} of sequence "
+        f"{sequence}, lie outside the support that top_k, top_p, min_p or temperature 0 leaves "
+        "under these weights: their logprob is -inf. They were sampled with other weights or "
+        "parameters. Take one update on a rollout, and no KL to a reference; or sample and score "
+        "without truncation. check_support=False gives -inf."
+    )
 
 
 def _shared(

@@ -15,7 +15,7 @@ from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.drift import WorstToken
 from rl_consistency.parity.foreign_drift import DEFINITIONS
 from rl_consistency.parity.histograms import HISTOGRAMS
-from rl_consistency.parity.metrics import WORST_TOKENS
+from rl_consistency.parity.metric_table import WORST_TOKENS
 from tests.integrations.trainers import grpo, logged, sft
 from tests.trainers.tracking.wandb_file import records
 

@@ -196,7 +196,7 @@ REFUSED = {
     "another MLP.forward": (half_mlps, "Qwen3MLP was replaced by a class with another forward"),
     "another Linear.forward": (
         half_linears,
-        r"\(Linear\) has a class whose forward or __init__",
+        r"Linear was replaced by a class with another forward",
     ),
     "another MLP class": (
         other_mlps,
@@ -225,7 +225,7 @@ REFUSED = {
     "weight norm": (at(UP, parametrizations.weight_norm), "up_proj .* the config makes a Linear"),
     "old weight norm": (at(UP, nn.utils.weight_norm), "up_proj .* has its own weight, which hides"),
     "an adapter": (adapter_named_alike, r"q_proj \(peft.layer.Linear\) has no canonical order"),
-    "own attention": (own_attention, "attn implementation 'twice' calls a function of"),
+    "own attention": (own_attention, "attn implementation 'twice' is a function of"),
     "compiled part": (at(MLP, nn.Module.compile), r"mlp \(Qwen3MLP\) is compiled"),
     "wrapped part": (wrapped_by_a_compiler, r"mlp \(OptimizedModule\) has no canonical order"),
     "a layer less": (at("model.layers", drop_first), "has 1 layers, .*num_hidden_layers is 2"),

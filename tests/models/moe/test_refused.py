@@ -124,14 +124,14 @@ other_block = replaced(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", lam
 
 REFUSED = {
     "experts of another class": (other_experts, r"experts \(OtherExperts\) has no canonical order"),
-    "an implementation of its own": (own_implementation, "experts implementation 'own' calls a"),
-    "of a part's own": (own_implementation_of_a_part, "experts implementation 'own' calls a"),
+    "an implementation of its own": (own_implementation, "experts implementation 'own' is a"),
+    "of a part's own": (own_implementation_of_a_part, "experts implementation 'own' is a"),
     "a setting of a part's own": (
         clipped_part,
         "self_attn .* has clip_qkv=0.01 in a config of",
     ),
     "no config": (set_on(EXPERTS, config=None), "experts .* has a NoneType in the place of its"),
-    "another gate function": (other_gate, "experts implementation '.*' calls a function of"),
+    "another gate function": (other_gate, "_apply_gate is a function of"),
     "another forward of the class": (
         other_forward,
         "Experts was replaced by .* another forward",

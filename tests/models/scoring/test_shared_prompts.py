@@ -45,7 +45,9 @@ def test_shared_prompts_give_the_bytes_and_experts_of_whole_sequences(name, dtyp
     model = build_preset(name).to(dtype)
     with patch(model):
         for sampling in (None, SamplingParams(temperature=0.7, top_k=20)):
-            shared, whole = both_ways(model, SEQUENCES, PROMPTS, sampling=sampling)
+            shared, whole = both_ways(
+                model, SEQUENCES, PROMPTS, sampling=sampling, check_support=False
+            )
             assert shared.lengths == whole.lengths
             assert same_bytes(shared.logprobs, whole.logprobs)
             assert same_bytes(shared.entropy, whole.entropy)

@@ -11,6 +11,8 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import PRESETS, build_preset
 from tests.comparison import first_difference
 
@@ -64,7 +66,7 @@ def test_scores_are_the_logprobs_of_the_next_tokens(model):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_layout_gives_the_same_bytes_and_gradients(preset, dtype):
     model = build_preset(preset, dtype)
-    options = {"prompt_lengths": PROMPTS, "sampling": SETTINGS}
+    options = {"prompt_lengths": PROMPTS, "sampling": SETTINGS, "check_support": False}
     with patch(model):
         expected = step(model, token_logprobs(model, sequences(model), **options))
         for layout in LAYOUTS:
@@ -167,7 +169,7 @@ def test_an_unpatched_model_is_refused():
 
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_the_stock_path_scores_the_same_support_up_to_rounding(model, sampling):
-    options = {"prompt_lengths": PROMPTS, "sampling": sampling}
+    options = {"prompt_lengths": PROMPTS, "sampling": sampling, "check_support": False}
     ours = token_logprobs(model, sequences(model), **options)
     with strict(except_={"token_logprobs"}):
         stock = token_logprobs(model, sequences(model), **options)
@@ -175,3 +177,54 @@ def test_the_stock_path_scores_the_same_support_up_to_rounding(model, sampling):
     assert torch.equal(inside, torch.isfinite(stock.logprobs))
     assert torch.allclose(stock.logprobs[inside], ours.logprobs[inside], atol=1e-4)
     assert torch.allclose(stock.entropy, ours.entropy, atol=1e-3)
+
+
+def outside_of_support(model, sampling):
+    """Sequences whose tokens are unlikely, and the error of scoring them, with its options."""
+    given = sequences(model)
+    options = {"prompt_lengths": PROMPTS, "sampling": sampling}
+    with torch.no_grad():
+        measured = token_logprobs(model, given, **options, check_support=False)
+    return given, options, measured
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_p=0.5),
+        Sampling(top_k=3),
+        Sampling(min_p=0.9),
+        Sampling(temperature=0),
+        [Sampling(), Sampling(), Sampling(0.7), Sampling(top_k=1)],
+    ],
+)
+def test_a_token_that_sampling_rules_out_is_refused(model, sampling, grad):
+    given, options, measured = outside_of_support(model, sampling)
+    outside = [(part == -torch.inf).nonzero().squeeze(1).tolist() for part in measured.split()]
+    first = next(i for i, found in enumerate(outside) if found)
+    text = f"{sum(map(len, outside))} of {sum(measured.lengths)} scored tokens, the first token "
+    text += f"{PROMPTS[first] + outside[first][0]} of sequence {first}, lie outside .* one update"
+    for layout in ("packed", "left_padded"):
+        inputs, mask = lay_out(given, layout)
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=text):
+            token_logprobs(model, inputs, attention_mask=mask, **options)
+
+
+def test_a_second_update_on_a_truncated_rollout_is_refused():
+    model = build_preset("tiny-llama")
+    sampling = SamplingParams(n=8, top_p=0.9, max_tokens=16, seed=17)
+    with patch(model):
+        completions = RolloutEngine(model, eos_token_id=1).generate([[5, 6, 7]], sampling)
+        given = [[5, 6, 7, *completion.token_ids] for completion in completions]
+        options = {"prompt_lengths": [3] * len(given), "sampling": sampling}
+        scored = token_logprobs(model, given, **options)  # the first is of the same weights
+        assert torch.cat([c.token_logprobs for c in completions]).equal(scored.logprobs.detach())
+        scored.logprobs.sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter.grad.sign()
+        with pytest.raises(ValueError, match="lie outside the support"):
+            token_logprobs(model, given, **options)
+        untruncated = token_logprobs(model, given, prompt_lengths=[3] * len(given))
+        assert untruncated.logprobs.isfinite().all()

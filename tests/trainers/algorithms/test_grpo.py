@@ -179,9 +179,43 @@ def test_truncated_and_tempered_sampling_do_not_drift(tiny_run, changes):
     require_no_drift(*tiny_run(**TWO_CHECKED | {"consistency.gradient_check_every": 2} | changes))
 
 
-def test_a_step_in_which_everything_is_masked_moves_nothing(tiny_run):
-    _, rows = tiny_run(**{"algorithm.overlong": "mask", "training.steps": 1})
-    assert rows[0]["completion/cut_fraction"] == 1 and rows[0]["gradient_norm"] == 0
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_a_check_of_a_gradient_that_is_zero_everywhere_is_not_counted(tiny_run, leaves):
+    changes = {"consistency.gradient_leaves": leaves, "training.steps": 1}
+    summary, rows = tiny_run(
+        **{"reward.functions": [{"name": "exact_match"}], **TWO_CHECKED, **changes}
+    )
+    assert rows[0]["gradient_norm"] == 0 and "consistency/gradient_check/passed" not in rows[0]
+    counts = [summary[f"consistency/gradient_check/{n}"] for n in ("checks", "without_gradient")]
+    assert counts == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.overlong": "mask", "algorithm.loss": "dapo"},
+        {"algorithm.overlong": "mask_counted", "algorithm.kl_coefficient": 0.1},
+        {
+            "algorithm.overlong": "mask",
+            "consistency.gradient_leaves": 2,
+            "training.micro_batch_size": 2,
+        },
+        {"algorithm.overlong": "mask", "algorithm.name": "ppo"},
+    ],
+    ids=["mask", "counted", "leaves", "ppo"],
+)
+def test_an_update_in_which_everything_is_masked_is_left_out_and_told(tiny_run, changes):
+    """Weight decay alone would move the weights."""
+    told, decay = [], {"optimizer.weight_decay": 0.5, "optimizer.decay_norms": True}
+    given = changes | decay | {"training.steps": 2, "algorithm.updates_per_rollout": 2}
+    _, rows = tiny_run(**given, announce=told.append)
+    for row in rows:
+        assert row["completion/cut_fraction"] == 1 and row["gradient_norm"] == 0
+        assert row["policy/skipped_updates"] == 2
+    for name in ("rollout/weights_digest", "consistency/critic_digest"):
+        assert len({row.get(name) for row in rows}) == 1
+    lines = [line for line in told if "all completions of 2 updates were cut" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 1: ")
 
 
 def test_the_reference_is_the_policy_the_run_began_with(tiny_run):

@@ -1,4 +1,6 @@
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +124,58 @@ def test_weights_changed_after_the_hand_over_are_refused(tiny_run, monkeypatch):
     monkeypatch.setattr(RolloutEngine, "generate", generate)
     with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
         tiny_run()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+def test_rewards_that_fp32_cannot_tell_apart_have_the_advantages_of_small_ones(
+    make_trainer, advantage
+):
+    """The penalty is in fourths, which fp64 adds to 1e8 without rounding."""
+    found = []
+    for offset in (0.0, 1e8):
+        given = lambda completions, at=offset, **_: [at + i for i in range(len(completions))]  # noqa: E731
+        penalty = {"algorithm.overlong": "penalty", "algorithm.overlong_buffer": 4}
+        changes = {"rollout.sampling.max_tokens": 4, "algorithm.advantage": advantage}
+        trainer = make_trainer(RecordingHook(), given, **penalty | changes)
+        index, completions = trainer._roll_out(1)
+        metrics, experience = trainer._experience(1, index, completions)
+        assert metrics["reward/equal_group_fraction"] == 0
+        found.append(torch.cat([*experience.advantages]))
+    assert torch.equal(*found) and bool(found[0].all())
+
+
+@pytest.mark.parametrize(("overlong", "tokens"), [("mask", 9), ("mask_counted", 14), ("keep", 14)])
+def test_masked_completions_leave_the_count_of_tokens_of_the_whole_update(
+    make_trainer, overlong, tokens
+):
+    """Micro-batches of the first of two updates, whose completions have 4 + 5 + 3 + 2 tokens."""
+    update = {"algorithm.updates_per_rollout": 2, "algorithm.loss": "dapo"}
+    trainer = make_trainer(RecordingHook(), **update, **{"algorithm.overlong": overlong})
+    keep = torch.tensor([True, False, True, True, *[False] * 4])
+    lengths = [4, 5, 3, 2, 1, 1, 1, 1]
+    given = SimpleNamespace(lengths=lengths, keep=None if overlong == "keep" else keep)
+    parts = [trainer._weights(given, [0, 1, 2, 3], part, "cpu") for part in ([0], [1, 2], [3])]
+    wanted = torch.tensor([1.0] * 14)
+    wanted[4:9] = float(overlong == "keep")
+    assert torch.equal(torch.cat(parts), wanted / tokens)
+
+
+@pytest.mark.parametrize("signature", ["ours", "trl"])
+@pytest.mark.parametrize(("skip", "text"), [({}, "ab"), ({"skip": False}, "a<|bos|>b<|eos|>")])
+def test_a_reward_reads_special_tokens_as_the_recipe_says_and_their_ids(
+    make_trainer, signature, skip, text
+):
+    seen = []
+
+    def reward(completions, completion_ids, **_):
+        seen.append((completions, completion_ids))
+        return [0.0] * len(completions)
+
+    changes = {f"reward.{name}_special_tokens": value for name, value in skip.items()}
+    trainer = make_trainer(RecordingHook(), **changes)
+    trainer.rewards = [RewardFunction("mine", reward, signature=signature)]
+    _, completions = trainer._roll_out(1)
+    completions = [replace(c, token_ids=[97, 257, 98, 258]) for c in completions]
+    trainer._rewards([trainer.train.examples[0]] * len(completions), completions)
+    assert seen == [([text] * len(completions), [[97, 257, 98, 258]] * len(completions))]
+    assert trainer._texts(completions[:1]) == [text]

@@ -10,6 +10,7 @@ SPARSE = {
     "policy.build.experts": {"count": 6, "per_token": 2},
     "policy.dtype": "bfloat16",
     "algorithm.balance_coefficient": 0.05,
+    "optimizer.weight_decay": 0.2,
     "consistency.gradient_check_every": 2,
 }
 STRATEGIES = ("replicated", "fsdp2", "zero2", "zero3")

@@ -37,7 +37,7 @@ def released(world, *trees):
 def test_all_stages_have_the_hash_and_the_metrics_of_replicated(run_ranks, tiny_run, lasting):
     def tree(directory, dtype, name):
         own = {"training.strategy": name, "policy.dtype": dtype, "run.output_dir": str(directory)}
-        return tiny_run.tree(**EVERYTHING | own)
+        return tiny_run.tree(**EVERYTHING | own | {"optimizer.weight_decay": 0.2})
 
     def row(directory):
         return lasting(read_metrics(directory / "metrics.jsonl"))

@@ -63,7 +63,7 @@ def test_the_overlong_mask_drops_completions_cut_by_length():
 def test_the_overlong_penalty_falls_over_the_buffer():
     penalty = overlong_penalty([0, 16, 17, 19, 20, 25], max_tokens=20, buffer=4)
     assert penalty.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
-    assert not torch.signbit(penalty[:2]).any()
+    assert not torch.signbit(penalty[:2]).any() and penalty.dtype == torch.float64
 
 
 def naive_gae(rewards, values, gamma, gae_lambda):

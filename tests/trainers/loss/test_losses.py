@@ -14,6 +14,7 @@ from rl_consistency.trainers.losses import (
     policy_loss,
     token_weights,
     value_loss,
+    with_balance,
 )
 
 
@@ -135,6 +136,20 @@ def test_a_dropped_sequence_weighs_nothing_and_the_others_are_unmoved():
     assert token_weights([2, 2, 2], "grpo", keep=keep, **counts).tolist() == pytest.approx(
         [1 / 6, 1 / 6, 0, 0, 1 / 6, 1 / 6]
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("grpo", [1 / 6, 1 / 6, 0, 0, 0, 1 / 3]), ("dr_grpo", [1 / 12, 1 / 12, 0, 0, 0, 1 / 12])],
+)
+def test_the_token_mean_alone_leaves_out_dropped_tokens_as_trl_does(kind, weights):
+    """TRL's masked losses of three rows: `mask.sum()` of dapo, `.mean()` over all rows of grpo."""
+    given = {"keep": torch.tensor([True, False, True]), "num_sequences_global": 3, "max_tokens": 4}
+    found = [token_weights([2, 3, 1], k, total_tokens=3, **given) for k in (kind, "dapo")]
+    assert found[0].tolist() == pytest.approx(weights)
+    assert found[1].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
+    with pytest.raises(ValueError, match="counts of a whole batch"):
+        token_weights([2, 3, 1], kind, total_tokens=2, **given)
 
 
 def test_equal_logprobs_give_a_ratio_of_exactly_one():
@@ -280,22 +295,37 @@ def test_values_of_another_shape_are_refused():
         value_loss(torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.zeros(2), clip=0.2)
 
 
-def test_metrics_of_several_updates_keep_their_extremes():
-    updates = []
-    for logprobs in ([0.0, -1.0, 2.0], [0.5, -0.25, 0.0]):
-        batch = TokenBatch(
-            logprobs=torch.tensor(logprobs),
-            old_logprobs=torch.zeros(3),
-            advantages=torch.ones(3),
-            lengths=[3],
-        )
-        updates.append(policy_loss(batch, torch.ones(3) / 3))
-    first, second = (update.metrics() for update in updates)
-    found = mean_metrics(updates)
-    assert found["policy/ratio/min"] == first["policy/ratio/min"] < second["policy/ratio/min"]
-    assert found["policy/ratio/max"] == first["policy/ratio/max"] > second["policy/ratio/max"]
-    assert found["loss"] == (first["loss"] + second["loss"]) / 2
-    assert found.keys() == first.keys()
+def test_metrics_of_updates_of_uneven_lengths_are_means_over_all_tokens_and_extremes_of_all():
+    """One update of 2 tokens, one of 18: a mean of their means would be far off."""
+    n, few = 20, slice(0, 2)
+    columns = {name: torch.zeros(n) for name in ("logprobs", "old_logprobs", "reference_logprobs")}
+    columns |= {"advantages": torch.ones(n), "entropy": torch.ones(n)}
+    columns["logprobs"][few], columns["logprobs"][2:4] = 0.5, -0.25
+    columns["reference_logprobs"][few], columns["entropy"][few] = -0.4, 3.0
+
+    def update(tokens, lengths, balance):
+        batch = TokenBatch(**{name: c[tokens] for name, c in columns.items()}, lengths=lengths)
+        output = policy_loss(batch, torch.ones(sum(lengths)) / sum(lengths))
+        return with_balance(output, torch.full((len(lengths),), balance), 0.0)
+
+    updates = [update(few, [2], 3.0), update(slice(2, n), [9, 9], 1.0)]
+    found, losses = mean_metrics(updates), [u.loss.item() for u in updates]
+    log_ratio = columns["logprobs"].double()
+    to_reference = columns["reference_logprobs"].double() - log_ratio
+    wanted = {
+        "policy/entropy": 24 / 20,
+        "policy/clip_fraction": 2 / 20,
+        "policy/balance": 5 / 3,
+        "policy/ratio/mean": log_ratio.exp().mean().item(),
+        "policy/kl/rollout": (log_ratio.expm1() - log_ratio).mean().item(),
+        "policy/kl/k1": -to_reference.mean().item(),
+        "policy/kl/k3": (to_reference.expm1() - to_reference).mean().item(),
+        "policy/ratio/min": math.exp(-0.25),
+        "policy/ratio/max": math.exp(0.5),
+        "loss": sum(losses) / 2,
+    }
+    assert found == pytest.approx(wanted, abs=1e-7)
+    assert mean_metrics(updates[:1]) == updates[0].metrics()
 
 
 @pytest.mark.parametrize("count", ["num_sequences_global", "total_tokens", "max_tokens"])

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,6 +33,11 @@ EXAMPLES = [
 ]
 COMPLETIONS = ["0", "wrong", "2"]
 TOKENS = [[5], [6, 7], []]
+
+
+class IdsInACall:
+    def __call__(self, completion_ids, **_):
+        return [len(ids) for ids in completion_ids]
 
 
 def score(function, *, signature="ours", examples=EXAMPLES, **given):
@@ -127,8 +133,29 @@ def test_a_function_receives_texts_and_further_fields_by_name():
         "prompts": ["p0", "p1", "p2"],
         "completions": COMPLETIONS,
         "answers": ["0", "1", "2"],
+        "completion_ids": TOKENS,
         "level": [0, 1, 2],
     }
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (lambda prompts, completions, answers, level: [0.0] * 3, False),
+        (
+            lambda prompts, completions, answers, level, completion_ids: [
+                *map(len, completion_ids)
+            ],
+            True,
+        ),
+        (lambda completion_ids=None, **_: [*map(len, completion_ids)], True),
+        (partial(lambda scale, **given: [*map(len, given["completion_ids"])], 1), True),
+        (IdsInACall(), True),
+    ],
+)
+def test_our_signature_gives_token_ids_to_a_function_that_takes_them(function, given):
+    check_data([RewardFunction("mine", function)], EXAMPLES)
+    assert score(function) == ([1.0, 2.0, 0.0] if given else [0.0] * 3)
 
 
 def test_what_a_function_raises_is_named_with_its_sample_and_chained():
@@ -286,6 +313,7 @@ def test_a_gsm8k_answer_without_a_number_is_an_error_of_the_data():
     ("function", "extra", "message"),
     [
         (exact_match, [{"answers": 1}, {}], "answers has the name of an argument"),
+        (exact_match, [{"completion_ids": 1}, {}], "completion_ids has the name of an argument"),
         (lambda level, **_: [], [{}, {}], "missing a required argument: 'level'"),
         (lambda level, **_: [], [{"level": 1}, {}], "missing a required argument: 'level'"),
         (lambda prompts, completions, answers: [], [{}, {"x": 1}], "unexpected .* 'x'"),
@@ -350,12 +378,13 @@ def test_signature_trl_gives_conversations_as_messages():
 
 
 def test_the_signature_is_never_guessed():
-    def of_trl(prompts, completions, completion_ids, **columns):
+    def of_trl(prompts, completions, completion_ids, answer, **columns):
         return [0.0] * len(completions)
 
-    with pytest.raises(RewardError, match="signature ours gives answers, completions, prompts"):
+    ours = "signature ours gives answers, completion_ids, completions, prompts"
+    with pytest.raises(RewardError, match=ours):
         check_data([RewardFunction("mine", of_trl)], EXAMPLES)
-    check_data([RewardFunction("mine", of_trl, signature="trl")], EXAMPLES)
+    check_data([RewardFunction("mine", of_trl, signature="trl", answer_field="answer")], EXAMPLES)
     with pytest.raises(RewardError, match="missing a required argument: 'answers'"):
         demanding = RewardFunction("mine", lambda answers, **_: [], signature="trl")
         check_data([demanding], EXAMPLES)

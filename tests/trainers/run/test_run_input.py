@@ -5,7 +5,7 @@ import pytest
 
 from rl_consistency.trainers import run
 from rl_consistency.trainers.data.examples import DataError
-from rl_consistency.trainers.policy import PolicyError
+from rl_consistency.trainers.policy_files import PolicyError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 

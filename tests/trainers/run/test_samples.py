@@ -89,7 +89,10 @@ def test_the_warning_comes_again_after_a_step_with_a_signal():
     for step, share in enumerate((1.0, 1.0, 0.75, 1.0), start=1):
         look(step, {"reward/equal_group_fraction": share})
     look(5, {})
-    assert [line.partition(":")[0] for line in told] == ["step 1", "step 4"]
+    for step, skipped in enumerate((1, 2, 0, 1), start=6):
+        look(step, {"reward/equal_group_fraction": 0.5, "policy/skipped_updates": skipped})
+    steps = [line.partition(":")[0] for line in told]
+    assert steps == ["step 1", "step 4", "step 6", "step 9"] and "cut" in told[-1]
 
 
 def test_the_share_of_groups_with_equal_rewards_is_exact(tiny_run):

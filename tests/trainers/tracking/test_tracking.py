@@ -11,7 +11,7 @@ from rich.console import Console
 from rl_consistency.integrations.wandb_drift import ALERT
 from rl_consistency.parity.drift_monitor import Mismatch
 from rl_consistency.parity.histograms import drift_histograms
-from rl_consistency.parity.metrics import all_metrics
+from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers import tracking
@@ -38,12 +38,13 @@ def test_a_pipe_gets_plain_lines_under_one_header():
     table.log(1, STEP)
     table.log(2, STEP | {"stock/mismatch_fraction": 0.4567, "consistency/mismatched_tokens": 1234})
     table.log(3, {"consistency/gradient_check/passed": 0, "loss": math.nan})
+    table.log(4, {"consistency/gradient_check/without_gradient": True})
     table.close()
     header, *lines = out.file.getvalue().splitlines()
-    assert header.split()[:2] == ["step", "reward"] and len(lines) == 3
+    assert header.split()[:2] == ["step", "reward"] and len(lines) == 4
     assert lines[0].split() == ["1/40", "0.250", "-", "-0.0123", "12,346", "0", "-", "-"]
     assert "1,234" in lines[1] and "45.7%" in lines[1]
-    assert "FAILED" in lines[2] and "nan" in lines[2]
+    assert "FAILED" in lines[2] and "nan" in lines[2] and "no gradient" in lines[3]
     assert len({len(line) for line in [header, *lines]}) == 1
     assert "\x1b" not in out.file.getvalue()
 

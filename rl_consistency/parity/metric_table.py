@@ -69,10 +69,13 @@ completion/cut_fraction  last  share that ended at the token limit
 loss  last  mean loss of the step's updates
 gradient_norm  last  2-norm of the gradient before clipping, mean over updates
 learning_rate  last  of the step's last update
-policy/clip_fraction  last  share of tokens whose ratio the loss clipped
+policy/clip_fraction  last  share of the tokens of all updates whose ratio the loss clipped; means
+    below are over these tokens too
 policy/entropy  last  mean entropy at completion tokens, nats
 policy/balance  last  mean load-balancing loss of a sequence, 1 where its experts are met equally
     often; where `algorithm.balance_coefficient` is set
+policy/skipped_updates  last  updates whose completions were all cut and are masked, which moved
+    nothing; where `algorithm.overlong` masks
 policy/ratio/min  last  smallest new / old probability of all updates; 1 in a first one
 policy/ratio/mean  last  mean ratio
 policy/ratio/max  last  largest ratio of all updates
@@ -84,7 +87,7 @@ policy/kl/k3  last  mean of r - log r - 1, r = reference / policy, nats
 value/mean  last  mean value of the rollout's tokens
 value/explained_variance  last  1 - var(returns - values) / var(returns)
 value/loss  last  mean loss of the critic's updates
-value/clip_fraction  last  share of tokens whose value the loss clipped
+value/clip_fraction  last  share of the tokens of all updates whose value the loss clipped
 value/gradient_norm  last  2-norm of the critic's gradient, mean over updates
 """),
     "Consistency: training against rollout, on the first update": {
@@ -97,8 +100,11 @@ importance_ratio/count/*  last  tokens whose r is in this bin; in wandb a histog
 gradient_check/mismatched_elements  max  gradient elements that differed under any of them
 gradient_check/passed  min  whether gradients had the same bytes under other groupings of the
     batch
+gradient_check/without_gradient  max  whether all of them were zero, so that nothing was checked
+    and nothing passed
 critic_gradient_check/passed  min  the same of the critic's gradients, under another micro-batch
     and padding
+critic_gradient_check/without_gradient  max  whether all of these were zero
 critic_gradient_check/mismatched_elements  max  gradient elements of the critic that differed
 value_check/values  last  critic's values computed again
 value_check/mismatched_values  max  of these, values that differ under another grouping, order and
