@@ -16,10 +16,16 @@ from rl_consistency.trainers.data.foreign_files import parse_json_object
 DTYPES = ("F32", "BF16", "F16")
 """Of tensors in a file; `policy.dtype` is what they are rounded to."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_OF_CHECKPOINT = ("optimizer", "critic", "critic_optimizer")
+"""Files of a checkpoint of ours beside its weights."""
 _PASSED_OVER = {
     "adapter_*": "an adapter, which would be left out: save the weights with the adapter merged",
     "pytorch_model*.bin*": f"would not be read: remove it, or convert it to {_SINGLE}",
+}
+_UNREAD = {
+    "auto_map": "code of its own would not run: remove it if transformers' class is meant",
+    "transformers_weights": "other weights than model.safetensors would be read: rename that file",
+    "fusion_config": "fused modules are not covered: remove it",
 }
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"),
@@ -28,8 +34,9 @@ _SIZES = (
     "decoder_sparse_step",
 )
 
-_LISTS = ("short_factor", "long_factor", "mrope_section")
-"""Settings of RoPE that are lists."""
+_NO_NUMBERS = ("short_factor", "long_factor", "mrope_section", "truncate")
+_OF_DEFAULT = ("rope_theta", "partial_rotary_factor")
+"""Settings of RoPE: what is no number, and all that the kind default reads."""
 
 
 class PolicyError(ValueError):
@@ -56,6 +63,9 @@ def check_config_file(directory: Path) -> None:
             raise PolicyError(f"{path} is no regular file: a pipe would be waited for")
     config = json_object(file)
     refuse_quantised(config, str(directory))
+    for key, why in _UNREAD.items():
+        if config.get(key):
+            raise PolicyError(f"{file}: {key} is {config[key]!r}: {why}")
     for key in _SIZES:
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
@@ -80,22 +90,28 @@ def check_config_file(directory: Path) -> None:
 
 
 def _check_rope(rope: Any, where: str) -> None:
-    for key, value in rope.items() if isinstance(rope, dict) else ():
+    given = rope if isinstance(rope, dict) else {}
+    kinds = {given[key] for key in ("rope_type", "type") if isinstance(given.get(key), str)}
+    if len(kinds) > 1:
+        raise PolicyError(f"{where}: type and rope_type differ: remove one of them")
+    for key, value in given.items():
         if isinstance(value, dict):
             _check_rope(value, f"{where}.{key}")
         elif key in ("rope_type", "type"):
             if value not in (known := ("default", *ROPE_INIT_FUNCTIONS)):
                 allowed = ", ".join(map(str, known))
                 raise PolicyError(f"{where}: {key} is {value!r}: give one of {allowed}")
-        elif isinstance(value, str | list) and key not in _LISTS:
-            raise PolicyError(f"{where}: {key} is {value!r}: give a number")
-        elif isinstance(value, int | float) and value <= 0 and value is not False:
+        elif kinds == {"default"} and key not in _OF_DEFAULT:
+            raise PolicyError(f"{where}: {key} has no meaning with rope_type default: remove it")
+        elif key in _NO_NUMBERS or (value is None and key != "rope_theta"):
+            continue  # what is None has a default
+        elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise PolicyError(f"{where}: {key} is {value!r}: give a number above 0")
 
 
 def refuse_quantised(config: dict[str, Any], source: str) -> None:
     """Refuse a configuration of quantised weights."""
-    kind = config.get("quantization_config")
+    kind = config.get("quantization_config", config.get("compression_config"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     if kind is None and "float8" not in dtype:
         return
@@ -123,9 +139,9 @@ def check_weights(directory: Path) -> dict[str, Path]:
         raise PolicyError(f"{index}: {_SINGLE} lies beside it, and one of them is not read")
     named = _shards(index) if index.is_file() else {}
     files = sorted({directory / name for name in named.values()} or {single})
-    for file in sorted(directory.iterdir()):
-        if _SHARD.fullmatch(file.name) and file not in files:
-            raise PolicyError(f"{file}: no index names it, so it would not be read: remove it")
+    for file in sorted(directory.glob("*.safetensors")):
+        if file not in files and file.stem not in _OF_CHECKPOINT:
+            raise PolicyError(f"{file}: would not be read beside the others: remove it")
     found: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -166,10 +182,10 @@ def check_tensors(files: dict[str, Path], model: Any) -> None:
     names of one parameter all but one, and angles of RoPE, which follow from the configuration."""
     first: dict[str, str] = {}
     for tensor, file in files.items():
-        name = tensor.removeprefix("model.")
+        name = re.sub(r"^(model\.)+", "", tensor)
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             name = "embed_tokens.weight"
-        if name.endswith("rotary_emb.inv_freq"):
+        if "rotary_emb.inv_freq" in name:  # as transformers looks for them
             given, own = _read(file, tensor), model.base_model.rotary_emb.inv_freq.cpu()
             digits = 1e-5 if given.dtype == torch.float32 else 1e-2
             if given.shape != own.shape or not torch.allclose(given.float(), own, digits, 0.0):

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
+    is_legacy_batchedtensor,
+)
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -43,6 +46,11 @@ def guarded_backward(
     dtype = output.dtype
 
     def guard(gradient: Tensor | None) -> None:
+        if gradient is not None and is_legacy_batchedtensor(gradient):
+            raise ValueError(
+                "is_grads_batched=True: several gradients in one backward pass are not covered. "
+                "Call torch.autograd.grad once for each, with retain_graph=True."
+            )
         if dtype == torch.float16:
             raise ValueError(NO_FP16_TRAINING)
         if torch.is_grad_enabled():
@@ -150,11 +158,13 @@ class CanonicalBaseModel(CanonicalModule):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states [B, L, H] after the final norm, zeros at padding."""
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
         hidden = self.batch_forward(batch.packed)
-        return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
+        output = BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
+        is_dict = kwargs.get("return_dict", self.config.return_dict) is not False
+        return output if is_dict else output.to_tuple()
 
     def batch_forward(self, batch: PackedBatch) -> Tensor:
         """Hidden states [R, H] of a batch of R rows; ValueError on ids outside the vocabulary."""
@@ -268,4 +278,5 @@ class CanonicalCausalLM(CanonicalModule):
         hidden = self.model.batch_forward(batch.packed)
         logits = batch.unpack(self.lm_head(hidden))[:, -logits_to_keep:]
         output = CausalLMOutputWithPast(logits=guarded_backward(logits))  # type: ignore[arg-type]
-        return output.to_tuple() if return_dict is False else output
+        is_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if is_dict else output.to_tuple()

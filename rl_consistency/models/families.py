@@ -198,6 +198,10 @@ def _problems(config: Any) -> Iterator[str]:
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
         if rate := getattr(config, name, 0.0):
             yield f"active dropout {name}={rate} (set it to 0.0)"
+    for name in ("output_hidden_states", "output_attentions"):
+        if asked := getattr(config, name, False):
+            outside = "set it to False; inside session.stock() the stock model returns them"
+            yield f"{name}={asked}, which the patched forward cannot return ({outside})"
     if getattr(config, "quantization_config", None):
         yield "quantization_config (load the model unquantized)"
 
@@ -422,6 +426,12 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
             raise UnsupportedModelError(
                 f"parameter {name} is on the meta device, which holds no values; load the weights "
                 "before patching (from_pretrained, or to_empty and load_state_dict)."
+            )
+        if parameter.layout != torch.strided or parameter.is_neg() or parameter.is_conj():
+            kind = "is sparse" if parameter.layout != torch.strided else "is a lazily negated view"
+            raise UnsupportedModelError(
+                f"parameter {name} {kind}, whose memory does not hold its values; make it plain: "
+                "nn.Parameter(weight.detach().to_dense().resolve_neg().clone())."
             )
         first = first or parameter.dtype
         if parameter.dtype not in DTYPES or parameter.dtype != first:

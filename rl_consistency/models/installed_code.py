@@ -265,7 +265,7 @@ def _unwrapped(function: Any, codes: list[CodeType], allowed: list[str]) -> Any:
             wrapper = next((name for name in left if "kernel" in name), "")
         elif isinstance(function, FunctionType):
             wrapper = function.__code__.co_qualname.partition(".")[0]
-            if not _is_library_code(function) or inner not in _closure(function):
+            if not written_in(function) or inner not in _closure(function):
                 return None
         else:  # of functools
             wrapper = {"_lru_cache_wrapper": "lru_cache"}.get(type(function).__name__, "")
@@ -286,13 +286,37 @@ def _closed_over(function: Any, name: str) -> Any:
     return _closure(function)[names.index(name)] if name in names else None
 
 
-def _is_library_code(function: FunctionType) -> bool:
-    home = function.__globals__.get("__name__", "")
-    module = sys.modules.get(home)
+def written_in(function: Any) -> str:
+    """The module whose installed file a function is written in, and that it runs in; empty for all
+    else, whatever it is named."""
+    if type(function) is not FunctionType:
+        return ""
+    name = str(function.__globals__.get("__name__"))
+    module = sys.modules.get(name)
     if module is None or function.__globals__ is not vars(module):
-        return False
-    file = installed(home)
-    return not file.fault and function.__code__ in file.all_code
+        return ""
+    file = installed(name)
+    return name if not file.fault and function.__code__ in file.all_code else ""
+
+
+def homes(call: Any) -> set[str]:
+    """`written_in` of a callable and of all callables that it is bound to or closes over, modules
+    and classes excepted."""
+    found, seen, left = set[str](), set[int](), [call]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if type(each) is partial:
+            around = [each.func, *each.args, *each.keywords.values()]
+        else:
+            if not isinstance(each, FunctionType):  # a method, or an object that can be called
+                each = each.__func__ if type(each) is MethodType else type(each).__call__
+            found.add(written_in(each))
+            around = _closure(each) if isinstance(each, FunctionType) else []
+        left += [o for o in around if callable(o) and not isinstance(o, (nn.Module, type))]
+    return found
 
 
 def _has_defaults(function: FunctionType, node: ast.FunctionDef, space: dict[str, Any]) -> bool:

@@ -12,18 +12,21 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
-from types import MethodType
+from types import FunctionType, GetSetDescriptorType, MethodType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.container import ModuleList
+from torch.nn.modules.sparse import Embedding
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families, installed_code
 from rl_consistency.models.families import normalizes
+from rl_consistency.models.installed_code import written_in
 from rl_consistency.models.modules import (
     ADDED,
     CanonicalAttention,
@@ -57,6 +60,9 @@ _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_im
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 _ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))
 
+UNWATCHED = {"training", "_rotary_table", *_CHECKPOINTING, *_ZERO_3_COUNTERS}
+"""Attributes that come and go while a patched model works."""
+
 
 class Fault(NamedTuple):
     """A place that is not as the config makes it, or that the patched forward would pass over."""
@@ -71,16 +77,62 @@ class Fault(NamedTuple):
 
 def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
     """Every fault of a model of a covered class; `patched`: its modules have to be canonical."""
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     kind = type(model).__name__
+    if not isinstance(config, PreTrainedConfig):
+        return [Fault("", kind, f"has a {type(config).__name__} in the place of its config")]
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return [Fault("", kind, "has a hook on all modules, some of which would not run it")]
+    if found := [*_computed_settings(config)]:
+        return [Fault("", kind, reason) for reason in found]
+    if found := list(_hidden_parts(model)):
+        return found
     try:
+        try:
+            families.check_config(config)
+            made = _as_configured(config, families.stock_class(type(model)))
+        except families.UnsupportedModelError:
+            raise
+        except _NO_MODEL as error:
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return [Fault("", kind, f"has a config that no model can be made of ({said})")]
         families.check_model(model, sharded=patched and is_sharded(model))
-        made = _as_configured(config, families.stock_class(type(model)))
         return list(_Comparison(config, patched).walk("", model, made))
     except families.UnsupportedModelError as error:
         return [Fault("", kind, f"is not covered: {str(error).rstrip('.')}")]
+
+
+_NO_MODEL = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What transformers raises of a config whose values fit nothing."""
+
+
+def _computed_settings(config: PreTrainedConfig) -> Iterator[str]:
+    """Settings that other code computes where they are read, and values that are no plain ones:
+    what a forward gets may change with each call."""
+    for cls in type(config).__mro__[:-1]:
+        for name, member in vars(cls).items():
+            if isinstance(member, _METHODS) and name not in ("__getattr__", "__getattribute__"):
+                continue
+            get = member.fget if isinstance(member, property) else member
+            if hasattr(type(member), "__get__") and not _is_member(get, cls, name):
+                yield f"has a config whose {name} is computed, by other code than transformers' own"
+    own = vars(config)
+    for name in sorted(type(config).__dataclass_fields__.keys() & own.keys()):
+        if (kind := type(own[name])) not in _PLAIN:
+            yield f"has a {kind.__module__}.{kind.__qualname__} as config.{name}; give plain ones"
+
+
+_METHODS = (FunctionType, classmethod, staticmethod, GetSetDescriptorType)
+_PLAIN = (NoneType, bool, int, float, str, list, tuple, dict, torch.dtype)
+
+
+def _is_member(function: Any, cls: type, name: str) -> bool:
+    """Whether a function is the one of this name that the installed file of a class has there."""
+    right = f"{cls.__qualname__}.{name}"
+    return written_in(function) == cls.__module__ and function.__code__.co_qualname == right
 
 
 def _as_configured(config: PreTrainedConfig, cls: Any) -> nn.Module:
@@ -115,9 +167,12 @@ class _Comparison:
             yield fault("runs its stock class")
             return
         yield from map(fault, self._own_faults(name, module, made))
-        present = module._modules
-        if isinstance(made, nn.ModuleList) and len(present) != len(made):
-            yield fault(f"has {len(present)} layers, and config.num_hidden_layers is {len(made)}")
+        present, count = module._modules, len(made._modules)
+        if right is ModuleList and [*present] != [*made._modules]:
+            if len(present) == count:
+                yield fault(f"has its layers in the order {', '.join(present)}")
+            else:
+                yield fault(f"has {len(present)} layers, and config.num_hidden_layers is {count}")
             return
         for key, child in made.named_children():
             path, found = f"{name}.{key}".lstrip("."), present.get(key)
@@ -150,6 +205,8 @@ class _Comparison:
             value, right = _plain(own.get(key)), _plain(expected[key])
             if not key.startswith("_") and value != right:
                 yield f"has {key}={value!r}, and the config makes it {right!r}"
+        if isinstance(made, Embedding) and not _is_row(index := own.get("padding_idx"), made):
+            yield f"has padding_idx={index!r}, which is neither None nor the number of a row"
         for kind in ("_parameters", "_buffers"):
             if (found := _shapes(own[kind])) != (right := _shapes(expected[kind])):
                 yield f"has {kind[1:]} {found}, and the config makes {right}"
@@ -187,6 +244,25 @@ class _Comparison:
                     yield f"has {key}={value} in a config of its own"
 
 
+def _hidden_parts(model: nn.Module) -> Iterator[Fault]:
+    """What a module has under a name that Python looks up in its class first."""
+    for path, module in model.named_modules():
+        own = vars(module)
+        parts = {name for kind in ("_parameters", "_buffers", "_modules") for name in own[kind]}
+        for cls in type(module).__mro__:
+            members = vars(cls)
+            for name in members.keys() & (own.keys() | parts):
+                if name in parts or hasattr(type(members[name]), "__set__"):
+                    reason = f"has a class whose own {name} hides that of the module"
+                    yield Fault(path, families.stock_class(type(module)).__name__, reason)
+
+
+def _is_row(index: Any, embedding: Embedding) -> bool:
+    """Whether torch takes this for the row that gets no gradient, or for no row."""
+    size = embedding.num_embeddings
+    return index is None or (type(index) is int and -size <= index < size)
+
+
 def _computes(activation: Any, name: str) -> bool:
     """Whether an activation is the one that transformers calls so; its table may be changed."""
     x, right = torch.linspace(-6.0, 6.0, 25, device="cpu"), _ACTIVATIONS[families.ACTIVATIONS[name]]
@@ -215,7 +291,7 @@ def _plain(value: Any) -> Any:
     """A value to compare; an object that has no plain value stands for its type."""
     if isinstance(value, partial):
         return value.func, value.args, value.keywords
-    is_plain = value is None or isinstance(value, (bool, int, float, str, tuple))
+    is_plain = type(value) in (NoneType, bool, int, float, str, tuple)
     return value if is_plain or callable(value) else type(value)
 
 
@@ -252,8 +328,10 @@ class ForwardWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         modules = list(model.modules())
-        self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
         config: Any = getattr(model, "config", None)
+        self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
+        classes = {type(config), *(families.stock_class(type(module)) for module in modules)}
+        self._classes = tuple({base for cls in classes for base in cls.__mro__[:-1]})
         self._code = families.CodeWatch(config) if config is not None else None
 
     def read(self) -> ForwardState:
@@ -280,16 +358,26 @@ class ForwardWatch:
                     values += seen and (*seen, None)
             hooked = hooked or is_checkpointed_otherwise(module)
             values += rest[len(HOOKS) :]
+            values += map(type, rest[len(HOOKS) :])
             for parameter in parameters.values():
-                values += (id(parameter), type(parameter), getattr(parameter, "dtype", None))
+                if parameter is None:
+                    values.append(None)
+                    continue
+                values += (id(parameter), type(parameter), parameter.dtype, parameter.is_neg())
+            values += children
             values += map(id, children.values())
             for buffer in buffers.values():
                 values += (id(buffer), _version(buffer))
         for name in _GLOBAL_HOOKS:
             values += getattr(torch_module, name)
-        if config is not None and self._code is not None:
+        for cls in self._classes:
+            values += vars(cls).values()
+        settings = ""
+        if isinstance(config, PreTrainedConfig) and self._code is not None:
             values += self._code.read(config)
-        return ForwardState(hooked, repr(config and vars(config)), tuple(values))
+            values += (type(config), *map(type, vars(config).values()))
+            settings = f"{vars(config)} {type(config).attribute_map}"
+        return ForwardState(hooked, settings, tuple(values))
 
 
 def _changes_nothing(hook: Any) -> bool:
@@ -303,11 +391,10 @@ def _version(buffer: Tensor | None) -> int:
 
 def _getter(module: nn.Module) -> itemgetter[Any]:
     """Takes the containers and the plain attributes of a module out of its dictionary."""
-    unwatched = {"training", "_rotary_table", *_CHECKPOINTING, *_ZERO_3_COUNTERS}
     plain = [
         key
         for key, value in vars(module).items()
-        if key not in unwatched and (value is None or isinstance(value, (bool, int, float, str)))
+        if key not in UNWATCHED and (value is None or isinstance(value, (bool, int, float, str)))
     ]
     return itemgetter("_parameters", "_modules", "_buffers", *HOOKS, *plain)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +37,7 @@ from rl_consistency.kernels.pointwise.embedding import embedding
 from rl_consistency.kernels.pointwise.glu import glu
 from rl_consistency.kernels.pointwise.rotary import rotary, rotary_table
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
+from rl_consistency.models.installed_code import written_in
 from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
@@ -78,6 +78,12 @@ class CanonicalModule(nn.Module):
         state = {name: value for name, value in vars(self).items() if name not in ADDED}
         rebuild = copyreg._reconstructor  # pyright: ignore[reportAttributeAccessIssue]
         return rebuild, (stock, object, None), state
+
+    def __copy__(self) -> Any:
+        raise ValueError(
+            f"a shallow copy of a patched {type(self).__name__} would share its patched parts; "
+            "copy.deepcopy gives a stock copy, and session.stock() or restore() the stock model."
+        )
 
     def gradient_buffer(self, name: str) -> GradientBuffer | None:
         """The buffer that the gradient of one of the module's parameters is folded into.
@@ -126,15 +132,10 @@ def captures_outputs(hook: Any) -> bool:
     return _is_made_by(hook, _INSTALL, "output_capturing_hook")
 
 
-def is_of(function: Any, module: str) -> bool:
-    """Whether it is a function of this module, and nothing that wraps one."""
-    return type(function) is FunctionType and function.__globals__.get("__name__") == module
-
-
 def _is_made_by(hook: Any, maker: Any, name: str) -> bool:
-    """Whether it is the function of this name that `maker` defines inside."""
+    """Whether it is the function of this name that `maker`, of transformers, defines inside."""
     inside = f"{maker.__qualname__}.<locals>.{name}"
-    return is_of(hook, maker.__module__) and hook.__code__.co_qualname == inside
+    return getattr(hook, "__qualname__", "") == inside and written_in(hook) == maker.__module__
 
 
 def is_checkpointed_otherwise(module: nn.Module) -> bool:
@@ -146,7 +147,7 @@ def is_checkpointed_otherwise(module: nn.Module) -> bool:
     run = own.get("_gradient_checkpointing_func")
     if type(run) is partial:
         run = run.func
-    return run is not checkpoint and not is_of(run, PreTrainedModel.__module__)
+    return run is not checkpoint and written_in(run) != PreTrainedModel.__module__
 
 
 def all_plain(*modules: nn.Module) -> bool:
@@ -213,10 +214,11 @@ class CanonicalEmbedding(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("embedding"):
             return super().forward(input)
+        index = self.padding_idx  # which torch counts from the end where it is negative
         return embedding(
             input,
             self.weight,
-            padding_idx=self.padding_idx,
+            padding_idx=index + len(self.weight) if index is not None and index < 0 else index,
             weight_grad=self.gradient_buffer("weight"),
             # Batches and the engine check their ids; reading them here would wait for the GPU.
             check_ids=not input.is_cuda,
@@ -237,15 +239,14 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     def forward(
         self, x: Tensor, position_ids: Tensor, num_positions: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin, [R, D/2] fp32 each; on the stock path [1, R, D] in the dtype of x.
+        """cos and sin, [R, D/2] fp32 each, of ids that are below `num_positions`.
 
-        All ids are below `num_positions`; without it they are read, which waits for a GPU.
+        On the stock path, and without `num_positions`, as another caller calls the module: what
+        stock returns, [B, L, D] in the dtype of x.
         """
-        if not is_canonical("rotary"):
+        if num_positions is None or not is_canonical("rotary"):
             return super().forward(x, position_ids)
         positions = position_ids.flatten()
-        if num_positions is None:
-            num_positions = int(positions.max()) + 1 if positions.numel() else 0
         table = self.table(num_positions, x.device)
         return table[0, positions], table[1, positions]
 

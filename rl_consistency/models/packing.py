@@ -14,6 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
+    peek_interpreter_stack,
+)
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.op import STEP
@@ -143,10 +146,10 @@ def pack_padded(
     """
     given = {"attention_mask": attention_mask, "position_ids": position_ids}
     for name, value in {"input_ids": input_ids, **given}.items():
-        if not isinstance(value, Tensor) and (value is not None or name not in given):
+        if type(value) is not Tensor and (value is not None or name not in given):
             raise TypeError(
-                f"{name} is a {type(value).__name__}; a tensor [batch, length] is needed. Masks of "
-                "each kind of layer, as a dict has them, are not covered."
+                f"{name} is a {type(value).__name__}; a plain tensor [batch, length] is needed. "
+                "Masks of each kind of layer, as a dict has them, are not covered."
             )
     shape = tuple(input_ids.shape)
     if len(shape) != 2:
@@ -193,6 +196,20 @@ def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(edges)]
 
 
+def refuse_transforms() -> None:
+    """ValueError where torch records or transforms a computation, which no kernel can follow."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        what = "torch.jit.trace"
+    elif peek_interpreter_stack() is not None:
+        what = "a transform of torch.func (vmap, grad, jvp)"
+    else:
+        return
+    raise ValueError(
+        f"{what} of a patched model is not covered: its ops are kernels, whose insides torch does "
+        "not see. Use the stock model, inside session.stock() or after restore()."
+    )
+
+
 def packed_inputs(
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
@@ -201,6 +218,7 @@ def packed_inputs(
 ) -> PaddedBatch:
     """The packed arguments of a patched forward; ValueError for those only the stock one takes, and
     for borders of packed rows that are not those of the position ids."""
+    refuse_transforms()
     borders = kwargs.get("cu_seq_lens_q")
     if position_ids is not None:
         kwargs = {key: value for key, value in kwargs.items() if key not in _BORDERS}

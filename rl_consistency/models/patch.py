@@ -31,7 +31,7 @@ from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRotaryEmbedding,
 )
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.packing import PackedBatch, refuse_transforms
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import (
@@ -164,6 +164,7 @@ class PatchSession(AbstractContextManager["PatchSession"]):
             raise ValueError("the model is not patched inside session.stock(); leave the block.")
         if not self._taken:
             raise ValueError(NOT_PATCHED)
+        refuse_transforms()
         verify_settings()
         verify_defaults()
         if found := self.faults():
@@ -318,7 +319,6 @@ def patch(
             f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself."
         )
     families.check_head(model)
-    families.check_model(model)
     if found := faults(model):
         raise UnsupportedModelError(
             f"{found[0]} ({len(found)} such places). Undo it (merge adapters, do not quantize), or "

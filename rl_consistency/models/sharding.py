@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_consistency.models.installed_code import homes
 from rl_consistency.numerics.errors import ConsistencyError
 
 
@@ -108,9 +109,15 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def of_a_library(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one by which FSDP2 or DeepSpeed gathers and frees parameters."""
-    libraries = ("torch.distributed.fsdp.", "deepspeed.")
-    return str(getattr(hook, "__module__", "")).startswith(libraries)
+    """Whether a hook is one by which FSDP2 or DeepSpeed gathers and frees parameters: all of its
+    code is in their installed files."""
+    found = homes(hook)
+    if {home.partition(".")[0] for home in found} <= {"torch", "deepspeed"}:
+        return any(home.startswith(_SHARDING) for home in found)
+    return False
+
+
+_SHARDING = ("torch.distributed.fsdp._fully_shard.", "deepspeed.runtime.")
 
 
 def _wrapper_of(policy: nn.Module) -> str | None:

@@ -76,7 +76,6 @@ def fingerprint(
         entries["torch_build"] = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
         given = {k: v for k, v in os.environ.items() if k.startswith(LIBRARY_PREFIXES)}
         entries |= {f"environment.{name}": value for name, value in given.items()}
-        entries["flushes_denormals"] = str(bool(torch.tensor(1e-39) * 0.5 == 0))
     if device.type == "cuda":
         entries["device"] = torch.cuda.get_device_name(device)
         # Triton and its own assembler make the kernels, so the driver does not enter.

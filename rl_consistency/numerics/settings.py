@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ class NumericSetting(NamedTuple):
 
     name: str
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], object]
     required: Any
 
     def value(self) -> Any:
@@ -43,6 +44,11 @@ def _blas_library(library: Any = None) -> Any:
     return torch.backends.cuda.preferred_blas_library(library)
 
 
+def _flushes_denormals(denormal: float = sys.float_info.min / 2) -> bool:
+    """Whether this thread takes the smallest numbers for zero; torch can only set it."""
+    return denormal * 1.0 == 0.0
+
+
 def _flag(name: str, *more: str) -> NumericSetting:
     """A switch of CUDA's products; one that says `more` is read and set as a tuple."""
     matmul, required = torch.backends.cuda.matmul, (False, False) if more else False
@@ -59,6 +65,7 @@ SETTINGS = (
     _flag("allow_fp16_accumulation"),
     *(_flag(name, f"{name}_split_k") for name in _REDUCTIONS),
     NumericSetting("cuda.preferred_blas_library", _blas_library, _blas_library, _CUBLASLT),
+    NumericSetting("flush_denormal", _flushes_denormals, torch.set_flush_denormal, False),
 )
 
 

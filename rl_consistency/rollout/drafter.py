@@ -107,16 +107,21 @@ class Speculator:
         return self._lengths[self._level] if num_tokens >= self._resume_at else 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """A draft behind all known tokens; ValueError if the drafter gives too many or no ids."""
+        """A draft behind all known tokens; ValueError if the drafter gives too many or no ids. It
+        may keep and change the lists that it is given."""
+        name = type(self._drafter).__name__
         if self._state is None:
-            self._state = self._drafter.start(token_ids)
+            self._state = state = self._drafter.start(list(token_ids))
+            if not all(callable(getattr(state, call, None)) for call in ("append", "propose")):
+                raise TypeError(
+                    f"{name}.start() gave {state!r}, which has no append() and propose()"
+                )
         elif self._num_seen < len(token_ids):
-            self._state.append(token_ids[self._num_seen :])
+            self._state.append(list(token_ids[self._num_seen :]))
         self._num_seen = len(token_ids)
-        draft = self._checked(self._state.propose(most))
+        draft = self._checked(self._state.propose(most), most)
         if len(draft) > most:
-            name = type(self._drafter).__name__
-            raise ValueError(f"{name} proposed {len(draft)} tokens where at most {most} were asked")
+            raise ValueError(f"{name} proposed more than the {most} tokens that were asked for")
         if not draft:
             self._pause(len(token_ids), LONGEST_WAIT)
         return draft
@@ -132,9 +137,9 @@ class Speculator:
                 self._pause(num_tokens, LONGEST_REST)
             self._level = max(self._level - 1, 0)
 
-    def _checked(self, proposed: Sequence[int]) -> tuple[int, ...]:
+    def _checked(self, proposed: Sequence[int], most: int) -> tuple[int, ...]:
         try:
-            draft = tuple(map(operator.index, proposed))
+            draft = tuple(map(_token_id, islice(proposed, most + 1)))  # it may have no end
         except TypeError:
             draft = (-1,)
         if min(draft, default=0) < 0 or max(draft, default=0) >= self._vocab_size:
@@ -147,6 +152,12 @@ class Speculator:
     def _pause(self, num_tokens: int, longest: int) -> None:
         self._resume_at = num_tokens + min(self._rest, longest)
         self._rest = min(2 * self._rest, LONGEST_REST)
+
+
+def _token_id(value: object) -> int:
+    """The value as an int, of whatever library; -1 for a truth value."""
+    is_truth = "bool" in str(getattr(value, "dtype", type(value)))
+    return -1 if is_truth else operator.index(value)  # type: ignore[arg-type]
 
 
 def num_accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:

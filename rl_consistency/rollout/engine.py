@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -33,8 +33,15 @@ from rl_consistency.rollout.weights import WeightsWatch
 class StepLoop:
     """Serves the sequences of one rollout, step by step."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        look: Callable[[Callable[[], bool] | None], None] = lambda is_busy: None,
+    ) -> None:
         self._runner, self._scheduler, self._blocks = runner, scheduler, blocks
+        self._look = look  # at the model, while the device is busy
         self._in_flight: PendingStep | None = None
         self._has_begun = self._is_abandoned = False
         self._started = perf_counter()
@@ -57,6 +64,8 @@ class StepLoop:
         ended = self._take_in() if self._scheduler.prefers_report else []
         launched = self._launch()
         try:
+            awaited = self._in_flight or launched
+            self._look(None if awaited is None else awaited.is_busy)
             ended += self._take_in()
         finally:
             self._in_flight = launched
@@ -199,6 +208,7 @@ class RolloutEngine:
         # Reentrant: a progress callback may submit and cancel.
         self._turn = threading.RLock()  # of one `generate`
         self._lock = threading.RLock()  # of one change of state
+        self._is_stepping = False
 
     @property
     def stats(self) -> RolloutStatistics:
@@ -238,12 +248,11 @@ class RolloutEngine:
                 on their stock path or the forward hooks were changed meanwhile.
         """
         with self._turn, whole_weights(self._model):
+            stream = self.stream(prompts, sampling, progress=progress, **options)
+            wanted = self._requests.num_samples  # a callback may change the caller's lists
             completions = sorted(
-                self.stream(prompts, sampling, progress=progress, **options),
-                key=lambda completion: (completion.prompt_index, completion.sample_index),
+                stream, key=lambda completion: (completion.prompt_index, completion.sample_index)
             )
-        one = isinstance(sampling, SamplingParams)
-        wanted = sampling.n * len(prompts) if one else sum(params.n for params in sampling)
         if len(completions) < wanted:
             raise ValueError(
                 f"{wanted - len(completions)} of {wanted} completions went to another caller of "
@@ -264,6 +273,10 @@ class RolloutEngine:
         """Yield each completion as it ends, failed ones with `finish_reason` "error"; arguments and
         errors are those of `generate`. Prompts submitted meanwhile are finished and yielded too.
         Closing the iterator cancels what is unfinished and drops the prefix cache."""
+        if not (progress is None or callable(progress) or hasattr(progress, "__enter__")):
+            raise TypeError(
+                f"progress must be callable, or a block that gives a call: {progress!r}"
+            )
         with self._lock:
             self._require_idle("generate or stream")
             self.submit(prompts, sampling, **options)
@@ -284,6 +297,7 @@ class RolloutEngine:
         `strict` choice, forward hooks and CUDA stream must stay until `has_unfinished` is False.
         """
         with self._lock:
+            self._require_between_steps("submit")
             sequences = self._requests.sequences(prompts, sampling, **options)
             digest = options.get("weights_digest")
             if self.has_unfinished:
@@ -302,6 +316,7 @@ class RolloutEngine:
         request is left the prefix cache is dropped.
         """
         with self._lock:
+            self._require_between_steps("cancel")
             sequences = list(self._requests.live.get(request_id, ()))
             for sequence in sequences:
                 self._loop.cancel(sequence)
@@ -320,12 +335,14 @@ class RolloutEngine:
         with self._lock:
             if not self.has_unfinished:
                 return []
+            self._require_between_steps("step")
+            self._is_stepping = True
             try:
                 for sequence in self._loop.step():
                     self._requests.end(sequence)
                 completions = self._requests.take_completions()
                 if self._loop.has_unfinished:
-                    self._weights.after_step(ends_samples=bool(completions))
+                    self._weights.after_step()
                 else:
                     self._weights.after_rollout()
                     self._weights.withdrawals()
@@ -333,6 +350,8 @@ class RolloutEngine:
             except BaseException:
                 self._abandon()
                 raise
+            finally:
+                self._is_stepping = False
 
     def warm_up(
         self,
@@ -374,6 +393,8 @@ class RolloutEngine:
                         tokens = loop.statistics.decode_tokens
                         report(tokens, requests.num_finished, requests.num_samples)
                     yield from completions
+                    if completions:
+                        self._weights.look_at_all()
         finally:
             with self._lock:
                 if self._loop is loop and self.has_unfinished:
@@ -394,12 +415,21 @@ class RolloutEngine:
         self._requests.restart()
 
     def _new_loop(self) -> StepLoop:
-        return StepLoop(self._runner, Scheduler(self._blocks, **self._limits), self._blocks)
+        scheduler = Scheduler(self._blocks, **self._limits)
+        return StepLoop(self._runner, scheduler, self._blocks, self._weights.in_step)
 
     def _abandon(self) -> None:
         """Drop all that is unfinished, in whatever state it is; nothing of it is handed out."""
+        self._weights.end()
         self._requests.restart()
         self._loop.abandon()
+
+    def _require_between_steps(self, call: str) -> None:
+        if self._is_stepping:
+            raise ValueError(
+                f"{call} was called within a step: by a drafter, a tokenizer, a hook or a signal; "
+                "call it between steps, as a progress callback does"
+            )
 
     def _require_idle(self, purpose: str) -> None:
         if self.has_unfinished:

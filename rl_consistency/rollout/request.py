@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -125,7 +126,8 @@ class Requests:
             if not isinstance(asked, SamplingParams):
                 raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
         self._check_names(names, [(p.seed, i) for p, i in zip(params, ids, strict=True)])
-        requests = zip(itertools.count(), prompts, params, ids, names, strict=False)
+        kept = map(replace, params)  # whatever becomes of the caller's
+        requests = zip(itertools.count(), prompts, kept, ids, names, strict=False)
         return [sequence for request in requests for sequence in self._samples(*request)]
 
     def _check_names(self, names: Sequence[str], streams: Sequence[tuple[int, int]]) -> None:

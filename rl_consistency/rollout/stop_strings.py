@@ -60,4 +60,9 @@ class StopStrings:
         self._num_closed = len(self._token_ids)
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._token_ids, skip_special_tokens=False)
+        # A copy, which the tokenizer may change.
+        text = self._tokenizer.decode(list(self._token_ids), skip_special_tokens=False)
+        if not isinstance(text, str):
+            name = type(self._tokenizer).__name__
+            raise TypeError(f"{name}.decode() gave {text!r}; stop strings need a tokenizer of text")
+        return text

@@ -5,8 +5,9 @@ They hold as long as the weights, the forward pass and the library products stay
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,12 +20,14 @@ from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current
+from rl_consistency.rollout.step_watch import StepWatch
 
 _CHANGED = (
     "the model was patched again, or its hooks, modules, attributes or config were changed, during "
     "generation; do so only when generate has returned, or the stream is closed"
 )
-_LOOK_EVERY = 16  # steps between two looks at the parameters: some 30 us for 400 of them
+_MEAN_STEPS = 512
+"""Mean number of steps to the next digest within a rollout, which costs about as much as a step."""
 
 
 def model_digest(model: Any) -> str:
@@ -71,9 +74,10 @@ class WeightsWatch:
         self._model = model
         self._held: _Origin | None = None  # of the rollout under way, else of the last
         self._withdrawals = audit.withdrawals()
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
-        self._num_steps = 0
+        self._steps: StepWatch | None = None  # of the rollout under way
+        self._drawn = random.Random()  # of its own: the user's random numbers stay as they are
+        self._num_steps = self._next_digest = 0
+        self._looks_at_all = False
 
     def withdrawals(self) -> int:
         """Number of library products withdrawn so far, with a warning of those since the last call;
@@ -97,8 +101,8 @@ class WeightsWatch:
         """
         before, self._held = self._held, None
         path = forward_path(self._model)
-        self._tensors = [tensor for _, tensor in _weights(self._model)]
-        self._versions, self._num_steps = self._look(), 0
+        self._steps = StepWatch(self._model, _weights(self._model))
+        self._num_steps, self._next_digest = 0, self._gap()
         held = _Origin(model_digest(self._model), current(), path, withdrawals)
         _compare(given, held.digest)
         self._held = held
@@ -110,12 +114,23 @@ class WeightsWatch:
         assert self._held is not None
         _compare(given, self._held.digest)
 
-    def after_step(self, *, ends_samples: bool) -> None:
-        """A cheap look at the ops; every few steps, and where samples end, at the parameters too.
+    def in_step(self, is_busy: Callable[[], bool] | None) -> None:
+        """Look at what a forward reads: all of it on a CPU, where `is_busy` is None, and after
+        `look_at_all`, else what can be seen while a device is busy; see `StepWatch`.
 
-        It sees writes in place and parameters that moved; only `after_rollout` sees a write through
-        `.data`. Both raise a ConsistencyError.
+        ConsistencyError naming what was changed since the rollout began.
         """
+        self._num_steps += 1
+        self._compare_step(None if self._looks_at_all else is_busy)
+        self._looks_at_all = False
+
+    def look_at_all(self) -> None:
+        """Let the next step look at everything: a caller of the engine has run meanwhile."""
+        self._looks_at_all = True
+
+    def after_step(self) -> None:
+        """Compare the settings of the ops, and at steps drawn at random all that `after_rollout`
+        compares. ConsistencyError for a difference."""
         assert self._held is not None
         verify_settings()
         if (now := current()) != (before := self._held.strictness):
@@ -124,14 +139,28 @@ class WeightsWatch:
                 f"ops on their stock path were changed during generation, from {ops[0]} to {ops[1]}"
                 "; keep the `strict` choice that the rollout began with"
             )
-        self._num_steps += 1
-        is_due = ends_samples or self._num_steps % _LOOK_EVERY == 0
-        if is_due and self._look() != self._versions:
-            _fail("a parameter or a buffer was written or moved")
+        if self._num_steps >= self._next_digest:
+            self._next_digest += self._gap()
+            self._compare_all()
 
     def after_rollout(self) -> None:
-        """The cheap look, then compare digest and forward pass with those before the rollout."""
-        self.after_step(ends_samples=True)
+        """Compare settings, digest and forward pass with those before the rollout."""
+        self.after_step()
+        self._compare_step(None)
+        self._compare_all()
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the weights' memory."""
+        self._steps = None
+
+    def _compare_step(self, is_busy: Callable[[], bool] | None) -> None:
+        assert self._steps is not None
+        if (change := self._steps.look(is_busy)) is not None:
+            what = f"{change.what} (seen in step {self._num_steps})"
+            _fail(what) if change.of_weights else _fail_path(what)
+
+    def _compare_all(self) -> None:
         assert self._held is not None
         before, after = self._held.digest, model_digest(self._model)
         if after != before:
@@ -143,9 +172,8 @@ class WeightsWatch:
         if changed:
             raise ConsistencyError(_CHANGED)
 
-    def _look(self) -> list[int]:
-        """Address and version of every weight."""
-        return [x for tensor in self._tensors for x in (tensor.data_ptr(), tensor._version)]
+    def _gap(self) -> int:
+        return self._drawn.randrange(1, 2 * _MEAN_STEPS)
 
 
 def _compare(given: str | None, digest: str) -> None:
@@ -161,3 +189,7 @@ def _fail(what: str) -> None:
         f"the weights were changed during generation: {what}. The samples under way mix two "
         "policies; step the optimizer only when generate has returned, or the stream is closed"
     )
+
+
+def _fail_path(what: str) -> None:
+    raise ConsistencyError(f"{_CHANGED}: {what}")

@@ -58,13 +58,13 @@ def test_rotary_table_rows_do_not_depend_on_the_call(preset, dtype):
         rotary = model.model.rotary_emb
         x = torch.zeros(1, 1, 96, dtype=dtype)
         positions = torch.tensor([0, 1, 5, 63, 700, 3, 1023])
-        whole = rotary(x, positions[None])
+        whole = rotary(x, positions[None], TABLE_POSITIONS)
         assert whole[0].dtype == torch.float32
         for i, position in enumerate(positions):
-            alone = rotary(x, position.view(1, 1))
+            alone = rotary(x, position.view(1, 1), int(position) + 1)
             assert all(same_bytes(a[0], w[i]) for a, w in zip(alone, whole, strict=True))
-        rotary(x, torch.tensor([[TABLE_POSITIONS + 5]]))
-        again = rotary(x, positions.flip(0)[None])
+        rotary(x, torch.tensor([[TABLE_POSITIONS + 5]]), TABLE_POSITIONS + 6)
+        again = rotary(x, positions.flip(0)[None], TABLE_POSITIONS)
         assert all(same_bytes(a.flip(0), w) for a, w in zip(again, whole, strict=True))
 
 
@@ -74,7 +74,9 @@ def test_angles_do_not_depend_on_how_the_dtype_was_chosen(preset):
     tables = []
     for dtype in (torch.float32, torch.bfloat16):
         with patch(model := build_preset(preset, dtype)):
-            tables.append(torch.stack(model.model.rotary_emb(torch.zeros(1), torch.arange(500))))
+            tables.append(
+                torch.stack(model.model.rotary_emb(torch.zeros(1), torch.arange(500), 500))
+            )
     assert same_bytes(*tables)
 
 

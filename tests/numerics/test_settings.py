@@ -38,6 +38,21 @@ def test_a_setting_changed_inside_is_named():
     assert torch.get_float32_matmul_precision() != "medium"
 
 
+def test_denormals_that_are_flushed_are_named_and_seen_again():
+    torch.set_flush_denormal(True)
+    try:
+        with numeric_settings():
+            verify_settings()
+            torch.set_flush_denormal(True)
+            with pytest.raises(ConsistencyError, match="flush_denormal is True, needs False"):
+                verify_settings()
+        flushed = torch.tensor(1e-39) * 0.5
+        assert flushed == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.tensor(1e-39) * 0.5 > 0
+
+
 def test_blocks_may_end_in_any_order(loosened):
     """As two patched models do, when the first is restored before the second."""
     first, second = numeric_settings(), numeric_settings()

@@ -152,7 +152,7 @@ def test_with_nothing_to_propose_it_is_tried_again_soon():
 @pytest.mark.parametrize(
     ("proposed", "message"),
     [
-        ([1] * 4, "Giving proposed 4 tokens where at most 3"),
+        ([1] * 4, "Giving proposed more than the 3 tokens"),
         *(([3, bad], "Giving proposed .* of 50") for bad in (VOCAB, -1, 10**6, 1.5, "a", None)),
         (None, "Giving proposed None; a draft must be ids"),
     ],

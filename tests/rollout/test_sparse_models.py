@@ -13,7 +13,8 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.weights import WeightsWatch, _weights, model_digest
+from rl_consistency.rollout.step_watch import StepWatch
+from rl_consistency.rollout.weights import _weights, model_digest
 from rl_consistency.verify.presets import build_preset
 from tests.rollout.device.launches import uncaptured
 from tests.rollout.engine.engines import Recalling, content, engine_of
@@ -101,11 +102,10 @@ def test_the_digest_and_the_watch_cover_buffers_that_a_router_may_read():
         with_bias = model_digest(model)
         bias.data[3] = 2.0  # which leaves no version behind
         assert len({before, with_bias, model_digest(model)}) == 3
-        watch = WeightsWatch(model)
-        watch._tensors = [tensor for _, tensor in _weights(model)]
-        seen = watch._look()
+        watch = StepWatch(model, _weights(model))
+        assert watch.look() is None
         bias[3] = 3.0
-        assert watch._look() != seen
+        assert watch.look() == ("model.layers.1.mlp.gate.bias was written in place", True)
         with pytest.raises(UnsupportedModelError, match="gate .* has buffers {'bias'"):
             engine.generate(PROMPTS, SAMPLING)
 

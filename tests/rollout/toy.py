@@ -63,7 +63,7 @@ class ToyStep:
     runner: ToyRunner
     chunks: list[ScheduledChunk]
     sampled: list[SampledTokens]
-    replayed_prefill = False
+    replayed_prefill, is_busy = False, None
 
     def wait(self):
         assert self.runner.in_flight.pop(0) is self, "steps are waited for once, in order"

@@ -264,6 +264,9 @@ def test_truncated_weights_are_refused(copy):
 def test_an_unknown_model_type_is_refused_without_running_its_code(copy):
     edit_config(copy, model_type="novel", auto_map={"AutoModelForCausalLM": "evil.Model"})
     (copy / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(PolicyError, match="auto_map .* code of its own would not run"):
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+    edit_config(copy, auto_map=None)
     with pytest.raises(PolicyError, match="cannot be loaded as a causal language model"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 

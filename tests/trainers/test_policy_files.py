@@ -12,6 +12,7 @@ from rl_consistency.trainers.config.sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model, read_config, read_model
 from rl_consistency.trainers.policy_files import PolicyError
+from rl_consistency.trainers.run_directory import checkpoint
 
 SIZES = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
@@ -103,7 +104,9 @@ def test_without_the_check_the_imaginary_part_is_lost(model, monkeypatch):
         ("pytorch_model-00001-of-00002.bin", "would not be read: remove it"),
         ("pytorch_model.bin.index.json", "would not be read: remove it"),
         ("model.safetensors.index.json", "model.safetensors lies beside it"),
-        ("model-00002-of-00002.safetensors", "no index names it"),
+        ("model-00002-of-00002.safetensors", "would not be read"),
+        ("model.fp16.safetensors", "would not be read"),
+        ("consolidated.safetensors", "would not be read"),
     ],
 )
 def test_a_file_that_would_be_passed_over_is_refused(model, file, message):
@@ -112,12 +115,18 @@ def test_a_file_that_would_be_passed_over_is_refused(model, file, message):
         read(model)
 
 
+def test_a_checkpoint_of_ours_is_a_policy(model):
+    for name in checkpoint._TENSORS:
+        shutil.copy(model / "model.safetensors", model / f"{name}.safetensors")
+    read(model)
+
+
 def test_a_shard_that_no_index_names_and_a_tensor_in_two_shards_are_refused(model, tmp_path):
     shards = tmp_path / "shards"
     read(model).save_pretrained(shards, max_shard_size="20KB")
     first, second, *_ = sorted(shards.glob("model-*.safetensors"))
     shutil.copy(first, shards / "model-00009-of-00009.safetensors")
-    with pytest.raises(PolicyError, match="model-00009-of-00009.safetensors: no index names it"):
+    with pytest.raises(PolicyError, match="model-00009-of-00009.safetensors: would not be read"):
         read(shards)
     (shards / "model-00009-of-00009.safetensors").unlink()
     tensor, value = next(iter(load_file(first).items()))
@@ -128,7 +137,12 @@ def test_a_shard_that_no_index_names_and_a_tensor_in_two_shards_are_refused(mode
 
 
 @pytest.mark.parametrize(
-    ("name", "of"), [("lm_head.weight", EMBEDDING), ("norm.weight", "model.norm.weight")]
+    ("name", "of"),
+    [
+        ("lm_head.weight", EMBEDDING),
+        ("norm.weight", "model.norm.weight"),
+        ("model.model.norm.weight", "model.norm.weight"),
+    ],
 )
 def test_two_names_of_one_parameter_need_one_value(model, name, of):
     weight = load_file(model / "model.safetensors")[of]
@@ -144,9 +158,9 @@ def test_stored_angles_have_to_be_those_of_the_configuration(model):
     for dtype in (torch.float32, torch.bfloat16):
         rewrite(model, **{FREQUENCIES: own.to(dtype)})
         read(model)
-    for wrong in (own * 1.1, own[:-1]):
-        rewrite(model, **{FREQUENCIES: wrong})
-        with pytest.raises(PolicyError, match=f"{FREQUENCIES} has other angles than config.json"):
+    for name, wrong in ((FREQUENCIES, own * 1.1), (f"{FREQUENCIES}_extra", own[:-1])):
+        rewrite(model, **{FREQUENCIES: None, name: wrong})
+        with pytest.raises(PolicyError, match=f"{name} has other angles than config.json"):
             read(model)
 
 
@@ -184,8 +198,15 @@ ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
         ("rope_parameters", ROPE | {"factor": -2}, "factor is -2: give a number above 0"),
         ("rope_parameters", ROPE | {"rope_type": "x"}, "rope_type is 'x': give one of default"),
         ("rope_parameters", {"full_attention": ROPE | {"factor": "2"}}, "full_attention: factor"),
+        ("rope_parameters", ROPE | {"rope_theta": True}, "rope_theta is True: give a number"),
+        ("rope_parameters", ROPE | {"rope_theta": None}, "rope_theta is None: give a number"),
+        ("rope_parameters", ROPE | {"rope_type": "default"}, "factor has no meaning with"),
+        ("rope_parameters", ROPE | {"type": "yarn"}, "type and rope_type differ"),
         ("rope_scaling", ROPE | {"factor": "2"}, "factor is '2': give a number"),
         ("rope_theta", 5e5, "500000.0 contradicts rope_parameters"),
+        ("auto_map", {"AutoModelForCausalLM": "own.Llama"}, "code of its own would not run"),
+        ("transformers_weights", "other.safetensors", "other weights than"),
+        ("fusion_config", {"mlp": True}, "not covered"),
         ("rope_scaling", ROPE, "contradicts rope_parameters"),
     ],
 )

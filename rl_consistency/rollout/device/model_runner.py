@@ -67,6 +67,12 @@ class PendingStep:
     done: torch.cuda.Event | None
     replayed_prefill: bool  # whether chunks of several tokens ran through graphs
 
+    @property
+    def is_busy(self) -> Callable[[], bool] | None:
+        """Tells whether the device still works on it; None on a CPU, where all is done."""
+        done = self.done
+        return None if done is None else lambda: not done.query()
+
     def wait(self) -> list[SampledTokens]:
         """Wait for this step alone; returns what each of `chunks` sampled, a NaN logprob where the
         row's logits are."""
@@ -151,9 +157,9 @@ class ModelRunner:
         return self._captured_from.path[1].hooked
 
     def _read_by_graphs(self, withdrawals: int) -> _ReadByGraphs:
+        path = forward_path(self._model)  # which refuses tensors without an address
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return _ReadByGraphs(addresses, forward_path(self._model), withdrawals)
+        return _ReadByGraphs([tensor.data_ptr() for tensor in tensors], path, withdrawals)
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""

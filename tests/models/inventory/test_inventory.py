@@ -15,56 +15,17 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.verify.presets import build_preset
-from tests.models.inventory.scores import (
-    SAMPLING,
-    halved,
-    rolled_out,
-    scores,
-    tokens,
+from tests.models.inventory.refusals import (
+    at,
+    hooked,
+    in_config,
+    refused_live,
+    refused_untouched,
+    replaced,
+    set_on,
 )
-
-
-def set_on(path, **attributes):
-    """A change of attributes of one module."""
-
-    def change(model, undo):
-        for name, value in attributes.items():
-            setattr(model.get_submodule(path), name, value)
-
-    return change
-
-
-def at(path, function):
-    """A call with one module."""
-    return lambda model, undo: function(model.get_submodule(path))
-
-
-def in_config(**values):
-    def change(model, undo):
-        for name, value in values.items():
-            setattr(model.config, name, value)
-
-    return change
-
-
-def hooked(path, kind="forward", hook=lambda module, *_: None):
-    def change(model, undo):
-        undo.enter_context(getattr(model.get_submodule(path), f"register_{kind}_hook")(hook))
-
-    return change
-
-
-def replaced(owner, name, value):
-    """A change outside the model: a class or function of transformers."""
-
-    def change(model, undo):
-        undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-    return change
+from tests.models.inventory.scores import halved, scores
 
 
 def first_mlp(model):
@@ -249,14 +210,6 @@ BEFORE_ONLY = {"bias on the head", "weight norm", "another MLP class"}
 """Changes that a live patch meets in other words, or that do not reach a model once built."""
 
 
-def refused_untouched(change, message, model, undo):
-    change(model, undo)
-    classes = [type(module) for module in model.modules()]
-    with pytest.raises(UnsupportedModelError, match=message):
-        patch(model)
-    assert [type(module) for module in model.modules()] == classes
-
-
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
 def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, model, undo):
     refused_untouched(change, message, model, undo)
@@ -264,23 +217,7 @@ def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - BEFORE_ONLY))
 def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, undo):
-    change, message = REFUSED[name]
-    with patch(model) as session:
-        engine_before = RolloutEngine(model, eos_token_id=None, num_kv_blocks=32)
-        scores(model)
-        change(model, undo)
-        for compute in (
-            lambda: scores(model),
-            lambda: model(input_ids=torch.tensor(tokens(model))),
-            lambda: model.model(input_ids=torch.tensor(tokens(model))),
-            lambda: engine_before.generate(tokens(model, 9), SAMPLING),
-            lambda: rolled_out(model),
-        ):
-            with pytest.raises(UnsupportedModelError, match=message):
-                compute()
-        with pytest.raises(ConsistencyError, match=message):
-            session.verify()
-        assert not session.live
+    refused_live(*REFUSED[name], model, undo)
 
 
 def test_a_parametrization_of_a_patched_part_is_refused_and_stands_in_restores_way(model):

@@ -7,7 +7,9 @@ import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout import weights
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.step_watch import StepWatch
 from rl_consistency.rollout.weights import model_digest
 from tests.rollout.engine.engines import content, engine_of, is_idle
 
@@ -83,7 +85,8 @@ def test_a_cache_kept_over_new_weights_is_caught(model, changed, monkeypatch):
     """Negative control."""
     engine = engine_of(model)
     monkeypatch.setattr(engine._weights, "take_over", lambda given, generation: False)
-    monkeypatch.setattr(engine._weights, "after_step", lambda ends_samples: None)
+    monkeypatch.setattr(engine._weights, "in_step", lambda is_busy: None)
+    monkeypatch.setattr(engine._weights, "after_step", lambda: None)
     monkeypatch.setattr(engine._weights, "after_rollout", lambda: None)
     (prompt, second), _ = turns(engine, between=changed)
     params = SamplingParams(max_tokens=9, seed=5, n=2)
@@ -112,37 +115,18 @@ def test_another_digest_is_refused_naming_both(model, expected):
     assert content(engine.generate(PROMPTS, SAMPLING)) == expected
 
 
-def written_once(weight, call):
-    if call == 3:
-        with torch.no_grad():
-            weight.mul_(1.25)
-
-
-def written_beside_its_version(weight, call):
-    weight.data.mul_(1.01)
-
-
-def moved(weight, call):
-    weight.data = weight.data.clone()
-
-
-@pytest.mark.parametrize(
-    ("update", "message"),
-    [
-        (written_once, "changed during generation: a parameter or a buffer was written or moved"),
-        (written_beside_its_version, "during generation: their digest was .* and is"),
-        (moved, "a parameter or a buffer was written or moved"),
-    ],
-)
-def test_weights_changed_during_generation_are_an_error(model, changed, update, message):
+@pytest.mark.parametrize("within", [False, True])
+def test_a_write_that_no_step_sees_is_an_error(model, changed, monkeypatch, within):
+    """By the digest at the end, and at steps drawn at random."""
+    monkeypatch.setattr(StepWatch, "look", lambda *_: None)
+    monkeypatch.setattr(weights, "_MEAN_STEPS", 1 if within else 10**6)
     engine, calls = engine_of(model), itertools.count(1)
-    weight = model.model.layers[0].self_attn.k_proj.weight
-    memory = weight.data
-    try:
-        with pytest.raises(ConsistencyError, match=message):
-            engine.generate(PROMPTS, SAMPLING, progress=lambda *_: update(weight, next(calls)))
-        assert next(calls) < 24 and is_idle(engine)
-        fresh = content(engine_of(model).generate(PROMPTS, SAMPLING))
-        assert content(engine.generate(PROMPTS, SAMPLING)) == fresh
-    finally:
-        weight.data = memory
+    memory = model.model.layers[0].self_attn.k_proj.weight.data
+
+    def write(*_):
+        if next(calls) == 3:
+            memory.mul_(1.01)
+
+    with pytest.raises(ConsistencyError, match="during generation: their digest was .* and is"):
+        engine.generate(PROMPTS, SAMPLING, progress=write)
+    assert (next(calls) == 4) == within and is_idle(engine)
