@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ _SIZES = (
     "decoder_sparse_step",
 )
 
-_LISTS = ("short_factor", "long_factor", "mrope_section")
-"""Settings of RoPE that are lists."""
+_NO_NUMBERS = ("short_factor", "long_factor", "mrope_section", "truncate")
+_OF_DEFAULT = ("rope_theta", "partial_rotary_factor")
+"""Settings of RoPE: what is no number, and all that the kind default reads."""
 
 
 class PolicyError(ValueError):
@@ -88,22 +90,28 @@ def check_config_file(directory: Path) -> None:
 
 
 def _check_rope(rope: Any, where: str) -> None:
-    for key, value in rope.items() if isinstance(rope, dict) else ():
+    given = rope if isinstance(rope, dict) else {}
+    kinds = {given[key] for key in ("rope_type", "type") if isinstance(given.get(key), str)}
+    if len(kinds) > 1:
+        raise PolicyError(f"{where}: type and rope_type differ: remove one of them")
+    for key, value in given.items():
         if isinstance(value, dict):
             _check_rope(value, f"{where}.{key}")
         elif key in ("rope_type", "type"):
             if value not in (known := ("default", *ROPE_INIT_FUNCTIONS)):
                 allowed = ", ".join(map(str, known))
                 raise PolicyError(f"{where}: {key} is {value!r}: give one of {allowed}")
-        elif isinstance(value, str | list) and key not in _LISTS:
-            raise PolicyError(f"{where}: {key} is {value!r}: give a number")
-        elif isinstance(value, int | float) and value <= 0 and value is not False:
+        elif kinds == {"default"} and key not in _OF_DEFAULT:
+            raise PolicyError(f"{where}: {key} has no meaning with rope_type default: remove it")
+        elif key in _NO_NUMBERS or (value is None and key != "rope_theta"):
+            continue  # what is None has a default
+        elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise PolicyError(f"{where}: {key} is {value!r}: give a number above 0")
 
 
 def refuse_quantised(config: dict[str, Any], source: str) -> None:
     """Refuse a configuration of quantised weights."""
-    kind = config.get("quantization_config")
+    kind = config.get("quantization_config", config.get("compression_config"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     if kind is None and "float8" not in dtype:
         return
@@ -174,7 +182,7 @@ def check_tensors(files: dict[str, Path], model: Any) -> None:
     names of one parameter all but one, and angles of RoPE, which follow from the configuration."""
     first: dict[str, str] = {}
     for tensor, file in files.items():
-        name = tensor.removeprefix("model.")
+        name = re.sub(r"^(model\.)+", "", tensor)
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             name = "embed_tokens.weight"
         if "rotary_emb.inv_freq" in name:  # as transformers looks for them

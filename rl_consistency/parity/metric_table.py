@@ -97,7 +97,7 @@ value/gradient_norm  last  2-norm of the critic's gradient, mean over updates
 logprob_abs_diff/count/*  last  tokens whose |training - rollout| is in this bin; in wandb a
     histogram of its log10
 importance_ratio/count/*  last  tokens whose r is in this bin; in wandb a histogram
-gradient_check/mismatched_elements  max  gradient elements that differed under any of them
+gradient_check/mismatched_elements  max  gradient elements that differed, added over these groupings
 gradient_check/passed  min  whether gradients had the same bytes under other groupings of the
     batch
 gradient_check/without_gradient  max  whether all of them were zero, so that nothing was checked

@@ -137,7 +137,12 @@ def test_a_shard_that_no_index_names_and_a_tensor_in_two_shards_are_refused(mode
 
 
 @pytest.mark.parametrize(
-    ("name", "of"), [("lm_head.weight", EMBEDDING), ("norm.weight", "model.norm.weight")]
+    ("name", "of"),
+    [
+        ("lm_head.weight", EMBEDDING),
+        ("norm.weight", "model.norm.weight"),
+        ("model.model.norm.weight", "model.norm.weight"),
+    ],
 )
 def test_two_names_of_one_parameter_need_one_value(model, name, of):
     weight = load_file(model / "model.safetensors")[of]
@@ -193,6 +198,10 @@ ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
         ("rope_parameters", ROPE | {"factor": -2}, "factor is -2: give a number above 0"),
         ("rope_parameters", ROPE | {"rope_type": "x"}, "rope_type is 'x': give one of default"),
         ("rope_parameters", {"full_attention": ROPE | {"factor": "2"}}, "full_attention: factor"),
+        ("rope_parameters", ROPE | {"rope_theta": True}, "rope_theta is True: give a number"),
+        ("rope_parameters", ROPE | {"rope_theta": None}, "rope_theta is None: give a number"),
+        ("rope_parameters", ROPE | {"rope_type": "default"}, "factor has no meaning with"),
+        ("rope_parameters", ROPE | {"type": "yarn"}, "type and rope_type differ"),
         ("rope_scaling", ROPE | {"factor": "2"}, "factor is '2': give a number"),
         ("rope_theta", 5e5, "500000.0 contradicts rope_parameters"),
         ("auto_map", {"AutoModelForCausalLM": "own.Llama"}, "code of its own would not run"),

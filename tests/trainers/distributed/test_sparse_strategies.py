@@ -11,6 +11,9 @@ SPARSE = {
     "policy.dtype": "bfloat16",
     "algorithm.balance_coefficient": 0.05,
     "optimizer.weight_decay": 0.2,
+    "algorithm.loss": "dapo",
+    "algorithm.overlong": "mask",
+    "rollout.sampling": {"n": 3, "max_tokens": 5, "stop_token_ids": [*range(50)]},
     "consistency.gradient_check_every": 2,
 }
 STRATEGIES = ("replicated", "fsdp2", "zero2", "zero3")
@@ -32,3 +35,4 @@ def test_every_strategy_has_the_hash_of_one_process(run_ranks, tiny_run, lasting
     ]
     assert all(row["consistency/rerouted_tokens"] == 0 for row in rows[0])
     assert all(other == rows[0] for other in rows)
+    assert all(0 < row["completion/cut_fraction"] < 1 for row in rows[0])

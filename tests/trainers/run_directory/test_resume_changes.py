@@ -40,6 +40,17 @@ def test_where_every_key_binds_a_moved_run_is_refused(tiny_run, monkeypatch):
         tiny_run(**{"training.steps": 1, "run.output_dir": str(moved)}, resume=True)
 
 
+def test_a_run_from_before_norms_were_left_out_of_weight_decay_is_refused(tiny_run, monkeypatch):
+    """Its moments would fit, and its norms decayed."""
+    known, changes = inputs.settings, {"training.steps": 1, "optimizer.weight_decay": 0.1}
+    without = lambda config: {k: v for k, v in known(config).items() if "decay_norms" not in k}  # noqa: E731
+    monkeypatch.setattr(run, "settings", without)
+    tiny_run(**changes)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"optimizer\.decay_norms: false != absent"):
+        tiny_run(**changes | {"training.steps": 2}, resume=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("done", [2, 4])
 def test_a_run_given_more_steps_ends_as_one_begun_with_them(tiny_run, lasting, done):
