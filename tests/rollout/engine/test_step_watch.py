@@ -193,6 +193,7 @@ def test_a_change_for_some_steps_ends_the_rollout(model, expected, name, monkeyp
             undo.close()
 
     digest = model_digest(model)
+    step = "[4-7]" if name == "one value" else "4"  # a look compares a quarter of the values
     try:
         with pytest.raises(ConsistencyError, match=rf"generation.*{message}.*seen in step {step}"):
             engine.generate(PROMPTS, SAMPLING, progress=progress)
