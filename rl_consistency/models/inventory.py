@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
@@ -168,6 +169,10 @@ class _Comparison:
             return
         yield from map(fault, self._own_faults(name, module, made))
         present, count = module._modules, len(made._modules)
+        if type(present) not in (dict, OrderedDict):
+            kind = type(present)
+            yield fault(f"keeps its parts in a {kind.__module__}.{kind.__qualname__}, and no dict")
+            return
         if right is ModuleList and [*present] != [*made._modules]:
             if len(present) == count:
                 yield fault(f"has its layers in the order {', '.join(present)}")
@@ -347,7 +352,7 @@ class ForwardWatch:
             except (AttributeError, KeyError):
                 values.append(None)
                 continue
-            values += (type(module), len(own))
+            values += (type(module), len(own), type(children))
             if (own_config := own.get("config")) is not config:  # of a layer that was copied
                 values.append(own_config and repr(vars(own_config)))
             kinds = rest[: len(HOOKS)]

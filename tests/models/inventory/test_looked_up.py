@@ -59,6 +59,15 @@ def cut_for_all(model, undo):
     cut(model, undo)
 
 
+class Backwards(dict):
+    def values(self):
+        return [*super().values()][::-1]
+
+
+def backwards(layers):
+    vars(layers)["_modules"] = Backwards(layers._modules)
+
+
 class Equal(float):
     """A number that says it is any other."""
 
@@ -136,6 +145,7 @@ FIRST, ATTENTION = "model.layers.0.self_attn", "model.layers.1.self_attn"
 
 REFUSED = {
     "layers in another order": (at("model.layers", reordered), "layers in the order 1, 0"),
+    "layers from the last": (at("model.layers", backwards), "parts in a .*Backwards, and no dict"),
     "swapped names": (at(FIRST, swapped), "k_proj .* has|q_proj .* has"),
     "a list cut short": (cut, r"layers \(Cut\) has no canonical order"),
     "another ModuleList": (cut_for_all, r"layers \(Cut\) has (no canonical|a class whose)"),
