@@ -7,11 +7,13 @@ they forked. All of that ends here.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +67,20 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(number, before)
     if raised:
         raise raised[0]
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """MemoryError in the block where the process would take so many bytes more than it has."""
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    wanted = pages * resource.getpagesize() + size
+    limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *limits]), most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
 
 
 @contextmanager

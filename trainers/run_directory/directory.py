@@ -180,7 +180,7 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
     remove_leftovers(directory)
     # Checkpoints first: what a kill leaves of a run must not look like one to resume.
     for folder in (directory / CHECKPOINTS, directory / REPLAY):
-        if folder.exists():
+        if folder.exists() and any(folder.iterdir()):  # an empty one may be the user's
             discard(folder)
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
