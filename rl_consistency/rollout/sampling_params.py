@@ -66,7 +66,7 @@ class SamplingParams:
     """Longest draft verified in one step, 0 to 7; 0 decodes plainly. It changes no token and no
     logprob, and saves time where text is copied and few sequences run."""
     greedy_logprobs: Literal["zero", "full"] = "zero"
-    """Logprobs at temperature 0: "zero", since the token is certain, or "full", those of the softmax
+    """Logprobs at temperature 0: "zero", as the token is certain, or "full", those of the softmax
     of the logits, as at temperature 1 without truncation. "full" needs temperature 0."""
 
     def __post_init__(self) -> None:
