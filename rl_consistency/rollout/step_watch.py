@@ -104,7 +104,10 @@ class _Modules:
                 found = own[kind] if kind else own
                 (self._labels if found else self._empty_labels).append((name, kind))
                 (self._dicts if found else self._empty).append(found)
-            for key, tensor in (own["_parameters"] | own["_buffers"]).items():
+            tables = {
+                key: own[key] for key in ("_rotary_table",) if key in own
+            }  # a larger may come
+            for key, tensor in (own["_parameters"] | own["_buffers"] | tables).items():
                 if tensor is not None and not tensor.is_inference():
                     self._tensor_names.append(f"{name}.{key}")
                     self._tensors.append(tensor)
@@ -270,7 +273,9 @@ class _Runs:
     def __init__(self, named: list[tuple[str, Tensor]], share: int) -> None:
         self._names = [name for name, _ in named]
         self.runs = [
-            run if len(run) < NUM_SHARES * FEWEST_VALUES else run.chunk(NUM_SHARES)[share]
+            run
+            if (size := len(run) // NUM_SHARES) < FEWEST_VALUES
+            else run[size * share : len(run) if share == NUM_SHARES - 1 else size * (share + 1)]
             for _, run in named
         ]
         self.kept = torch.cat(self.runs).cpu().numpy()
