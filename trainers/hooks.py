@@ -26,6 +26,7 @@ from rl_consistency.parity.drift import DriftReport, Sample, compare_logprobs, t
 from rl_consistency.parity.drift_monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.gradients import GradientReport, check_gradients
 from rl_consistency.parity.stock import shadow_stock_path
+from rl_consistency.trainers.run_directory.manifest import list_files
 from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
@@ -168,6 +169,8 @@ class ConsistencyHook:
                 sampling=rollout.sampling,
                 config={**self.config, "step": rollout.step},
             )
+            if bundle is not None and self.replay_dir is not None:
+                list_files(self.replay_dir.parent, bundle)
             message = (
                 f"{report.sentence()}. {where}Run `rl-consistency localize` on it, or "
                 "`rl-consistency verify`, to see which op differs"

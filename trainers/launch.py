@@ -192,16 +192,18 @@ def _unhonoured(device: str) -> Iterator[str]:
 
 
 def _launcher_steps() -> str:
-    """The gradient accumulation on the command line of `accelerate launch`, our parent process.
+    """The gradient accumulation on the command line of `accelerate launch`, which started us.
 
     It hands this setting on to DeepSpeed only, and drops it otherwise.
     """
-    line = Path(f"/proc/{os.getppid()}/cmdline")
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ or not line.is_file():
-        return "1"
-    words = line.read_text("utf-8", errors="replace")
-    found = re.search(r"\0--gradient[_-]accumulation[_-]steps[\0=]([^\0]*)", words)
-    return found[1] if found else "1"
+    process = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else 0
+    while process > 1 and (place := Path(f"/proc/{process}")).is_dir():
+        words = (place / "cmdline").read_text("utf-8", errors="replace")
+        found = re.search(r"\0--gradient[_-]accumulation[_-]steps[\0=]([^\0]*)", words)
+        if found:
+            return found[1]
+        process = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+    return "1"
 
 
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"

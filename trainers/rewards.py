@@ -8,10 +8,7 @@ import difflib
 import importlib
 import inspect
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from math import nan
@@ -20,7 +17,6 @@ from traceback import walk_tb
 from typing import Any, TypeGuard
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rl_consistency.trainers.config.recipe import RunConfig
@@ -28,6 +24,7 @@ from rl_consistency.trainers.config.sections import RewardSignature
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.foreign_calls import LeftChanged, TimeIsUp, guarded, time_limit
 from rl_consistency.trainers.interrupts import interrupts_heard
 
 Texts = Sequence[str]
@@ -159,7 +156,7 @@ def resolve(name: str) -> Callable[..., Any]:
         raise RewardError(f"unknown reward function {name!r}: {hint}{known}")
     module_name, _, attribute = name.partition(":")
     try:
-        with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        with interrupts_heard(), guarded():
             module = importlib.import_module(module_name)
             function = getattr(module, attribute, None)
     except BaseException as error:  # the module is others' code, as in _call
@@ -273,49 +270,6 @@ def compute_rewards(
     return Rewards(total, by_function)
 
 
-class TimeIsUp(BaseException):
-    """The block took too long. No Exception: code that retries on those must not go on."""
-
-
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimeIsUp` in the block after so many seconds; None lets it take any time.
-
-    It is raised between two steps of Python or out of a waiting system call, and once more at the
-    end of the block where it was swallowed. A library that computes without end is not interrupted.
-    ValueError outside the main thread, where Python runs no handlers.
-    """
-    if seconds is None:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError("a time limit needs the main thread: set reward.timeout to null")
-    raised: list[TimeIsUp] = []
-    ended = False
-
-    def end(*_: Any) -> None:
-        if not ended:
-            raised.append(TimeIsUp())
-            raise raised[0]
-
-    number = signal.SIGRTMAX  # judges of mathematics use SIGALRM themselves
-    before = signal.signal(number, end)
-    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), number))
-    timer.daemon = True
-    timer.start()
-    try:
-        try:
-            yield
-        finally:
-            ended = True
-    finally:
-        timer.cancel()
-        timer.join()
-        signal.signal(number, before)
-    if raised:
-        raise raised[0]
-
-
 @dataclass(frozen=True)
 class _Batch:
     examples: Sequence[Example]
@@ -336,6 +290,8 @@ def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
     if isinstance(error, TimeIsUp):
         limit = f"{batch.timeout:g} s for {count} completions (reward.timeout)"
         problem = f"took longer than {limit}{term.place_of(error)}: raise it or give up earlier"
+    elif isinstance(error, LeftChanged):
+        problem = str(error)
     elif error is not None:
         problem = f"raised {one_line(error)} ({_failing_sample(term, batch)}){term.place_of(error)}"
     elif type(scores) is not list:
@@ -375,11 +331,7 @@ def _call(term: RewardFunction, batch: _Batch) -> tuple[Any, BaseException | Non
     """
     given = term.arguments(batch.examples, batch.completions, batch.token_ids)
     try:
-        with (
-            interrupts_heard(),
-            torch.set_grad_enabled(torch.is_grad_enabled()),
-            time_limit(batch.timeout),
-        ):
+        with interrupts_heard(), time_limit(batch.timeout), guarded():
             scores = term.function(**given)
             if isinstance(scores, list | tuple):
                 scores = list(scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
+from rl_consistency.trainers.foreign_calls import end_a_stray
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
@@ -168,7 +170,7 @@ class _Run:
     def __init__(
         self, config: RunConfig, announce: RunOutput, stack: ExitStack, world: World, starting: Say
     ):
-        self.began = time.perf_counter()
+        self.began, self.process = time.perf_counter(), os.getpid()
         self.config, self.directory = config, config.run.output_dir
         self.announce, self.stack = announce, stack
         self.world, self.first = world, world.rank == 0
@@ -282,6 +284,7 @@ class _Run:
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
         """One training step, with evaluation where it is due."""
+        end_a_stray(self.process)
         every, last = self.config.training.eval_every, step == self.config.training.steps
         with self.progress.step(step):
             metrics = self.trainer.step(step)
@@ -324,6 +327,7 @@ class _Run:
 
     def save(self, step: int, end: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
+        end_a_stray(self.process)
         tensors = {"optimizer": self.optimizer.tensors()}
         tensors |= self.critic.saved() if self.critic else {}
         extra = {

@@ -86,6 +86,7 @@ def _case(
         return op.token_logprobs(hidden, weight, targets, rows, **options)
 
     def stock(hidden: Tensor, targets: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        # torch's own function: its bias at large vocabularies is part of the error that is shown.
         logprobs = F.linear(hidden, rest[-1]).float().log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy

@@ -18,6 +18,7 @@ from typing import Any
 
 import rl_consistency
 from rl_consistency.cli.arguments import COMMANDS
+from rl_consistency.cli.watched import watched
 
 OURS = rl_consistency.__name__
 OUTPUTS = (1, 2)
@@ -39,11 +40,21 @@ class Ended(KeyboardInterrupt):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; `arguments` None takes those of the process.
 
+    `train` runs other people's code: as a command of its own it is `watched`.
+
     Returns the exit status: 0 done, 1 a claim failed, 2 bad input, 3 an error of ours (with its
     traceback), 130 an interrupt, 129 and 143 SIGHUP and SIGTERM, 141 (and no message) where the
     output's reader has left.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if arguments[:1] == ["train"] and "torch" not in sys.modules:
+            with watched():
+                return _main(arguments)
+    return _main(list(arguments))
+
+
+def _main(arguments: list[str]) -> int:
     output = sys.stdout and _Output(sys.stdout)
     try:
         with redirect_stdout(output), _ended_by_signals():

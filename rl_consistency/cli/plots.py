@@ -7,6 +7,7 @@ not finite is drawn as a red cross at the top, never left out.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -20,10 +21,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 
-from rl_consistency.numerics.files import replace, unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
 from rl_consistency.parity.metric_table import DRIFT_SECTION, Panel, Section
-from rl_consistency.trainers.run_directory.directory import own_file
+from rl_consistency.trainers.run_directory.manifest import listed, require_own, write_own
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows
 
 OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"
@@ -97,10 +97,10 @@ def _empty_figure(height: float) -> Figure:
 
 def save_picture(run_dir: str | os.PathLike[str]) -> Path:
     """Write `drift.png`, both paths over the run, into the run directory; errors of `load_rows`."""
-    rows, target = load_rows(run_dir), own_file(Path(run_dir), "drift.png")
-    with unfinished(target.parent) as place:
-        drift_picture(rows).savefig(place / target.name, format="png", dpi=160)
-        replace(place / target.name, target)
+    rows, target, stream = load_rows(run_dir), Path(run_dir) / "drift.png", io.BytesIO()
+    require_own(target, listed(target.parent))
+    drift_picture(rows).savefig(stream, format="png", dpi=160)
+    write_own(target, stream.getvalue())
     return target
 
 

@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from rl_consistency.cli import plots
 from rl_consistency.cli.markup import POLICY, Markup, markup
 from rl_consistency.cli.plots import series
-from rl_consistency.numerics.files import write_whole
 from rl_consistency.parity.drift import worst_tokens
 from rl_consistency.parity.metric_table import EXPERTS, WORST, sections
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.trainers.data.foreign_files import parse_json_object
-from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file
+from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES
+from rl_consistency.trainers.run_directory.manifest import listed, require_own, write_own
 from rl_consistency.trainers.run_directory.step_files import Rows, load_rows, read_rows, run_file
 
 
@@ -95,8 +95,9 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
         summary=_summary(run_dir / "summary.json"),
         config=config.read_text("utf-8", errors="replace"),
     )
-    target = own_file(run_dir, "report.html")
-    write_whole(target, page)
+    target = run_dir / "report.html"
+    require_own(target, listed(run_dir))
+    write_own(target, page)
     return target
 
 

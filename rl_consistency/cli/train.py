@@ -30,16 +30,19 @@ def run(args: argparse.Namespace) -> int:
         from rl_consistency.trainers.launch import is_first_process, leave
         from rl_consistency.trainers.run import train
         from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-        from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
+        from rl_consistency.trainers.run_directory.directory import CHECKPOINTS, require_outside
         from rl_consistency.trainers.run_directory.step_files import passed
 
     console = Console(quiet=not is_first_process())
-    config = load_config(find_recipe(args.recipe), args.overrides)
+    recipe = find_recipe(args.recipe)
+    config = load_config(recipe, args.overrides)
     if args.print_config:
         console.print(dump_config(config), end="", soft_wrap=True, markup=False, highlight=False)
         return 0
     announce = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     directory = config.run.output_dir
+    if args.overwrite:
+        require_outside(directory, {"the recipe": recipe})
 
     def finish() -> None:
         save_picture(directory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
@@ -162,6 +163,11 @@ class _Comparison:
             reason = f"has no canonical order: the config makes a {right.__name__} here"
             yield Fault(name, kind, reason)
             return
+        for key in ("_parameters", "_buffers", "_modules", *HOOKS):
+            if not _is_plain_dict(held := vars(module)[key]):
+                kind = f"{type(held).__module__}.{type(held).__qualname__}"
+                yield fault(f"has a {kind} as its {key}, and no dict")
+                return
         if self._patched and stock in self._mixins and not isinstance(module, CanonicalModule):
             yield fault("runs its stock class")
             return
@@ -262,6 +268,12 @@ def _is_row(index: Any, embedding: Embedding) -> bool:
     return index is None or (type(index) is int and -size <= index < size)
 
 
+def _is_plain_dict(held: Any) -> bool:
+    """Whether what is looked up here is what is stored; ZeRO-3 gathers parameters in its own."""
+    of_zero_3 = written_in(vars(type(held)).get("__getitem__")).startswith("deepspeed.runtime.")
+    return type(held) in (dict, OrderedDict) or of_zero_3
+
+
 def _computes(activation: Any, name: str) -> bool:
     """Whether an activation is the one that transformers calls so; its table may be changed."""
     x, right = torch.linspace(-6.0, 6.0, 25, device="cpu"), _ACTIVATIONS[families.ACTIVATIONS[name]]
@@ -342,11 +354,12 @@ class ForwardWatch:
             module: Any = ref()
             try:
                 own = module.__dict__
-                parameters, children, buffers, *rest = get(own)
+                parameters, children, buffers, *rest = found = get(own)
             except (AttributeError, KeyError):
                 values.append(None)
                 continue
             values += (type(module), len(own))
+            values += map(type, found)
             if (own_config := own.get("config")) is not config:  # of a layer that was copied
                 values.append(own_config and repr(vars(own_config)))
             kinds = rest[: len(HOOKS)]
@@ -357,7 +370,6 @@ class ForwardWatch:
                     values += seen and (*seen, None)
             hooked = hooked or is_checkpointed_otherwise(module)
             values += rest[len(HOOKS) :]
-            values += map(type, rest[len(HOOKS) :])
             for parameter in parameters.values():
                 if parameter is None:
                     values.append(None)

@@ -175,8 +175,16 @@ class PatchSession(AbstractContextManager["PatchSession"]):
         return self._sound[-1]
 
     def check_forward(self) -> ForwardState:
-        """`check`, and under gradients that no module with trained weights is at two places."""
+        """`check`, and under gradients that no module with trained weights is at two places;
+        ValueError for a model in training mode under `torch.inference_mode`."""
         state = self.check()
+        without = torch.is_inference_mode_enabled() and self.model.training
+        if without and any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError(
+                "torch.inference_mode is on, and the model is in training mode: no gradient would "
+                "come of this pass. Leave the mode (did a reward function or a hook enter it?); to "
+                "score, use torch.no_grad() or call model.eval()."
+            )
         if torch.is_grad_enabled():
             if state is not self._followed:  # a cast takes the dtype of gradients along
                 self._set_gradient_dtype(self._grad_dtype)

@@ -15,7 +15,7 @@ from rl_consistency.kernels.attention.paged_cache_triton import zero_cache
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.models.forward import cache_sizes, next_token_logits, paged_hidden_states
 from rl_consistency.models.packing import Layout, lay_out
-from rl_consistency.models.scoring.scored_rows import Sampling
+from rl_consistency.models.scoring.scored_rows import Sampling, scored_under
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.strict import OPS, Strictness, current, held
@@ -116,8 +116,7 @@ def _can_train(model: Any) -> bool:
 
 def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
     """Logprobs and most likely tokens, the prompts in one call and the rest token by token."""
-    given, names = work.sequences, ("temperature", "top_k", "top_p", "min_p")
-    sampling = {n: getattr(work.sampling, n) for n in names} if work.sampling else {}
+    given, sampling = work.sequences, scored_under(work.sampling) if work.sampling else {}
     pairs = zip(given, work.prompt_lengths, strict=True)
     schedules = [[prompt, *[1] * (len(ids) - prompt)] for ids, prompt in pairs]
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in schedules]

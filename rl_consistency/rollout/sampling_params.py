@@ -6,8 +6,9 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +21,14 @@ _TEMPERATURES = f"be 0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in fp
 _MAX_TEMPERATURE = (2.0 - 2.0**-23) * 2.0**127  # the largest fp32 number: the sampler's dtype
 _MIN_TOP_P = 2.0**-126  # the smallest normal fp32 number
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Truncation(IntEnum):
+    """What is ruled out where tokens are sampled."""
+
+    NONE = 0
+    SUPPORT = 1  # tokens outside the support
+    DRAW = 2  # the same for the draw, and nothing for a logprob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +65,9 @@ class SamplingParams:
     speculation: int = 0
     """Longest draft verified in one step, 0 to 7; 0 decodes plainly. It changes no token and no
     logprob, and saves time where text is copied and few sequences run."""
+    greedy_logprobs: Literal["zero", "full"] = "zero"
+    """Logprobs at temperature 0: "zero", as the token is certain, or "full", those of the softmax
+    of the logits, as at temperature 1 without truncation. "full" needs temperature 0."""
 
     def __post_init__(self) -> None:
         values: dict[str, Any] = {
@@ -78,6 +90,15 @@ class SamplingParams:
             values[name] = value = _real(name, getattr(self, name))
             if not (low <= value <= high or (value == 0.0 and name == "temperature")):
                 raise ValueError(f"{name} must {allowed}; got {value!r}")
+        if self.greedy_logprobs not in ("zero", "full"):
+            raise ValueError(
+                f'greedy_logprobs must be "zero" or "full", got {self.greedy_logprobs!r}'
+            )
+        if self.greedy_logprobs == "full" and values["temperature"] != 0:
+            raise ValueError(
+                f'greedy_logprobs="full" needs temperature 0, got {values["temperature"]!r}; above '
+                "it a logprob is that of the distribution the token is drawn from"
+            )
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -85,6 +106,12 @@ class SamplingParams:
     def restricts_support(self) -> bool:
         """Whether some tokens may be ruled out."""
         return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def truncation(self) -> Truncation:
+        if self.greedy_logprobs == "full":
+            return Truncation.DRAW
+        return Truncation.SUPPORT if self.restricts_support else Truncation.NONE
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import copy
 import operator
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.models import families
 from rl_consistency.models.inventory import HOOKS, UNWATCHED
@@ -31,7 +32,8 @@ MODULES_PER_PART = 32
 NUM_VALUES = 1 << 16
 """Values of weights that are compared; of each weight 16 or more, or all."""
 FEWEST_VALUES = 16
-CODE_EVERY = 16  # looks at what modules hold between two at all of their code
+NUM_SHARES = 4  # looks that share the values
+CODE_EVERY = 64  # looks between two at the code of torch and transformers
 VALUES_EVERY = 8  # steps between two looks at values on a GPU
 
 _KINDS = {"_parameters": "parameter", "_modules": "submodule", "_buffers": "buffer"} | {
@@ -41,7 +43,7 @@ _CALLED = {
     *("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"),
     *("__getattribute__", "__getitem__", "__iter__", "__len__"),
 }
-"""What a forward reads of torch's own classes. Other libraries exchange other names there."""
+"""What a forward reads of the bases of all models. Libraries exchange other names there."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = object()
 
@@ -102,7 +104,10 @@ class _Modules:
                 found = own[kind] if kind else own
                 (self._labels if found else self._empty_labels).append((name, kind))
                 (self._dicts if found else self._empty).append(found)
-            for key, tensor in (own["_parameters"] | own["_buffers"]).items():
+            tables = {
+                key: own[key] for key in ("_rotary_table",) if key in own
+            }  # a larger may come
+            for key, tensor in (own["_parameters"] | own["_buffers"] | tables).items():
                 if tensor is not None and not tensor.is_inference():
                     self._tensor_names.append(f"{name}.{key}")
                     self._tensors.append(tensor)
@@ -158,15 +163,24 @@ class _Shared:
 
     def __init__(self, model: Any) -> None:
         types = {type(model.config), *map(type, model.modules())}
-        self._classes = sorted(
-            {cls for kind in types for cls in kind.__mro__ if cls is not object}, key=_qualified
-        )
-        self._dicts = list(map(vars, self._classes))
-        self._kept = list(map(dict, self._dicts))
+        bases = {*PreTrainedModel.__mro__, *PreTrainedConfig.__mro__}
+        self._spaces: list[tuple[type, Mapping[str, Any], Callable[[str], bool]]] = []
+        for cls in {cls: None for kind in types for cls in kind.__mro__ if cls is not object}:
+            is_base = cls in bases or cls.__module__.partition(".")[0] == "torch"
+            counts = _CALLED.__contains__ if is_base else _is_own
+            self._spaces.append((cls, vars(cls), counts))
         found = {id(own): own for module in model.modules() if (own := vars(module).get("config"))}
         self._configs = [vars(config) for config in found.values() if hasattr(config, "__dict__")]
         self._kept_configs = copy.deepcopy(self._configs)
         self._hooks = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
+        self._keep()
+
+    def _keep(self) -> None:
+        self._sizes = [len(space) for _, space, _ in self._spaces]
+        read = [(s, key) for _, s, counts in self._spaces for key in s if counts(key)]
+        self._read = [space for space, _ in read], [key for _, key in read]
+        self._values = list(map(operator.getitem, *self._read))
+        self._kept = [{k: v for k, v in s.items() if counts(k)} for _, s, counts in self._spaces]
 
     def changed(self) -> Change | None:
         if any(self._hooks):
@@ -176,41 +190,33 @@ class _Shared:
                 for key in {**kept, **now}:
                     if not _equal(now.get(key, _ABSENT), kept.get(key, _ABSENT)):
                         return _difference("the config", "", key, now, kept)
-        if _equal(self._dicts, self._kept):
+        try:
+            values = list(map(operator.getitem, *self._read))
+        except KeyError:  # a member was taken away
+            values = []
+        if values == self._values and [len(space) for _, space, _ in self._spaces] == self._sizes:
             return None
-        for cls, now, kept in zip(self._classes, self._dicts, self._kept, strict=True):
-            is_torchs = cls.__module__.partition(".")[0] == "torch"
-            for key in {**kept, **now}:
-                read = key in _CALLED or not (is_torchs or key.startswith("__"))
-                if read and now.get(key, _ABSENT) is not kept.get(key, _ABSENT):
+        for (cls, space, counts), kept in zip(self._spaces, self._kept, strict=True):
+            for key in {**kept, **space}:
+                if counts(key) and space.get(key, _ABSENT) is not kept.get(key, _ABSENT):
                     return Change(f"class {_qualified(cls)} has another {key}", False)
-            kept.clear()
-            kept.update(now)
+        self._keep()
         return None
 
 
 class _Code:
-    """The functions and classes of torch and transformers that the forward stands on: what their
-    modules hold in each look, and all there is to them in some."""
+    """The functions and classes of torch and transformers that the forward stands on, in some of
+    the looks: there are a thousand of them."""
 
     def __init__(self, config: Any) -> None:
-        self._config, self._watch = config, families.CodeWatch(config)
-        self._held = self._watch.read(config)
-        modules = (vars(sys.modules[name]) for name in families.stands_on(config))
-        self._spaces: list[Mapping[str, Any]] = [*modules, vars(torch.Tensor)]
-        self._kept = list(map(dict, self._spaces))
-        self._num_looks = 0
+        self._config, self._watch, self._num_looks = config, families.CodeWatch(config), 0
+        self._kept = self._watch.read(config)
 
     def changed(self) -> Change | None:
         self._num_looks += 1
-        if _equal(self._spaces, self._kept) and self._num_looks % CODE_EVERY:
+        if self._num_looks % CODE_EVERY or self._watch.read(self._config) == self._kept:
             return None
-        if self._watch.read(self._config) != self._held:
-            return Change("code that the forward stands on was replaced", False)
-        for space, kept in zip(self._spaces, self._kept, strict=True):  # of no other name
-            kept.clear()
-            kept.update(space)
-        return None
+        return Change("code that the forward stands on was replaced", False)
 
 
 class _Values:
@@ -229,22 +235,19 @@ class _Values:
             start = drawn.randint(0, len(flat) - count)
             run = flat[start : start + count].view(_INTEGERS[flat.element_size()])
             groups.setdefault((run.device, run.element_size()), []).append((name, run))
-        self._names = [[name for name, _ in group] for group in groups.values()]
-        self._runs = [[run for _, run in group] for group in groups.values()]
         self._on_gpu = any(device.type == "cuda" for device, _ in groups)
+        self._shares = [_Runs(g, i) for i in range(NUM_SHARES) for g in groups.values()]
         self._num_looks = 0
-        self._coming: _Taken | None = None
-        taken = self._take()
-        if taken.done is not None:
-            taken.done.synchronize()
-        self._kept = taken.bytes()
+        self._coming: tuple[_Runs, Tensor, torch.cuda.Event | None] | None = None
 
-    def _take(self) -> _Taken:
-        values = [to_host(torch.cat(runs)) for runs in self._runs]
+    def _take(self) -> tuple[_Runs, Tensor, torch.cuda.Event | None]:
+        runs = self._shares[0]
+        self._shares.append(self._shares.pop(0))
+        values = to_host(torch.cat(runs.runs))
         done = torch.cuda.Event() if self._on_gpu else None
         if done is not None:
             done.record()
-        return _Taken(values, done)
+        return runs, values, done
 
     def changed(self) -> Change | None:
         """A difference in what was taken, now on a CPU, before on a GPU: the host never waits."""
@@ -252,27 +255,39 @@ class _Values:
             if not self._on_gpu or self._num_looks % VALUES_EVERY == 0:
                 self._coming = self._take()
             self._num_looks += 1
-        coming = self._coming
-        if coming is None or (coming.done is not None and not coming.done.query()):
+        if self._coming is None:
+            return None
+        runs, values, done = self._coming
+        if done is not None and not done.query():
             return None
         self._coming = None
-        if (found := coming.bytes()) == self._kept:
+        differ = values.numpy() != runs.kept
+        if not differ.any():
             return None
-        for names, runs, now, kept in zip(self._names, self._runs, found, self._kept, strict=True):
-            end = 0
-            for name, run in zip(names, runs, strict=True):
-                begin, end = end, end + run.nbytes
-                if now[begin:end] != kept[begin:end]:
-                    return Change(f"{name} has other values", True)
-        return None
+        return Change(f"{runs.name_of(int(differ.argmax()))} has other values", True)
 
 
-class _Taken(NamedTuple):
-    values: list[Tensor]
-    done: torch.cuda.Event | None
+class _Runs:
+    """A share of the runs of all weights, and their values at the beginning."""
 
-    def bytes(self) -> list[bytes]:
-        return [tensor.numpy().tobytes() for tensor in self.values]
+    def __init__(self, named: list[tuple[str, Tensor]], share: int) -> None:
+        self._names = [name for name, _ in named]
+        self.runs = [
+            run
+            if (size := len(run) // NUM_SHARES) < FEWEST_VALUES
+            else run[size * share : len(run) if share == NUM_SHARES - 1 else size * (share + 1)]
+            for _, run in named
+        ]
+        self.kept = torch.cat(self.runs).cpu().numpy()
+
+    def name_of(self, place: int) -> str:
+        """The weight that a value belongs to."""
+        ends = np.cumsum([len(run) for run in self.runs])
+        return self._names[int(np.searchsorted(ends, place, side="right"))]
+
+
+def _is_own(key: str) -> bool:
+    return key in _CALLED or not key.startswith("__")
 
 
 def _equal(found: object, kept: object) -> bool:

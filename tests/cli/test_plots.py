@@ -144,6 +144,6 @@ def test_a_users_file_beside_the_picture_and_behind_a_link_is_left_alone(tmp_pat
     save_picture(tmp_path)
     (tmp_path / "drift.png").unlink()
     (tmp_path / "drift.png").symlink_to("mine")
-    with pytest.raises(ValueError, match=r"drift.png is a link, or a file that no run of ours"):
+    with pytest.raises(ValueError, match=r"drift.png is a link, or not what a run of ours wrote"):
         save_picture(tmp_path)
     assert (tmp_path / "mine").read_text() == "mine"

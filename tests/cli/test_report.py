@@ -14,11 +14,10 @@ from rl_consistency.cli import markup, report
 from rl_consistency.cli.plots import save_picture
 from rl_consistency.cli.report import _worst_tokens, render
 from rl_consistency.numerics import files
-from rl_consistency.numerics.files import seal
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.metric_table import SECTIONS, WORST
 from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
-from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
+from rl_consistency.trainers.run_directory.manifest import begin_manifest
 
 
 def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None, more=None):
@@ -271,14 +270,14 @@ def test_damaged_texts_are_said_and_the_ids_stay(tmp_path, content, said):
 
 def test_the_same_run_gives_the_same_page(tmp_path):
     run = make_run(tmp_path / "run", summary=SUMMARY)
-    (run / MANIFEST).write_text(seal({"format": FORMAT, "names": ["report.html"]}))
+    begin_manifest(run)
     assert render(run).read_bytes() == render(run).read_bytes()
 
 
 def test_a_page_that_no_run_wrote_is_not_overwritten(tmp_path, undrawn):
     run = make_run(tmp_path / "run", summary=SUMMARY)
     (run / "report.html").write_text("mine")
-    with pytest.raises(ValueError, match=r"report.html is a link, or a file that no run of ours"):
+    with pytest.raises(ValueError, match=r"report.html is a link, or not what a run of ours wrote"):
         render(run)
     assert (run / "report.html").read_text() == "mine"
 

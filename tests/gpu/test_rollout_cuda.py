@@ -24,6 +24,7 @@ SAMPLINGS = {
     "truncated": SamplingParams(
         n=2, temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, max_tokens=40, seed=3
     ),
+    "greedy": SamplingParams(n=2, temperature=0.0, greedy_logprobs="full", max_tokens=40),
 }
 
 
@@ -72,6 +73,45 @@ def test_greedy_decoding_takes_the_lowest_of_equal_maxima(model):
     assert as_bytes(generated(model, greedy)) == as_bytes(generated(model, greedy, max_num_seqs=2))
 
 
+def test_greedy_tokens_have_the_logprobs_of_the_whole_softmax(model):
+    zero = SamplingParams(temperature=0.0, max_tokens=20)
+    full = SamplingParams(temperature=0.0, max_tokens=20, greedy_logprobs="full")
+    found = generated(model, full)
+    assert as_bytes(found) == as_bytes(generated(model, full, cuda_graphs=False))
+    sampled = [SamplingParams(max_tokens=20), zero, full] * 3
+    mixed = generated(model, sampled[: len(PROMPTS)])
+    assert as_bytes(mixed)[2::3] == as_bytes(found)[2::3]
+    assert as_bytes(mixed)[1::3] == as_bytes(generated(model, zero))[1::3]
+    assert [c.token_ids for c in found] == [c.token_ids for c in generated(model, zero)]
+    scored = rescored(model, found, SamplingParams())
+    assert all(torch.equal(c.token_logprobs, s.cpu()) for c, s in zip(found, scored))
+    assert not any((c.token_logprobs == 0).all() for c in found)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_change_for_some_steps_ends_the_rollout(small_model, through_data):
+    with patch(model := small_model()):
+        attention, calls = model.model.layers[0].self_attn, []
+        weight, scaling = attention.v_proj.weight, attention.scaling
+        kept = weight.data.clone()
+
+        def progress(*_):
+            calls.append(1)
+            if len(calls) == 3:
+                weight.data.mul_(1.5) if through_data else setattr(attention, "scaling", 0.9)
+            elif len(calls) == 33:
+                weight.data.copy_(kept) if through_data else setattr(attention, "scaling", scaling)
+
+        engine, sampling = engine_of(model), SamplingParams(max_tokens=60, ignore_eos=True, seed=3)
+        expected = as_bytes(engine.generate(PROMPTS, sampling))
+        with pytest.raises(ConsistencyError, match="during generation.*seen in step"):
+            engine.generate(PROMPTS, sampling, progress=progress)
+        assert 3 <= len(calls) < 33
+        weight.data.copy_(kept)
+        attention.scaling = scaling
+        assert as_bytes(engine.generate(PROMPTS, sampling)) == expected
+
+
 def test_a_draw_is_the_draw_of_the_cpu():
     generator = torch.Generator().manual_seed(5)
     probabilities = torch.randn(64, 10_000, generator=generator).softmax(dim=1)
@@ -83,6 +123,7 @@ def test_a_draw_is_the_draw_of_the_cpu():
 def test_a_decode_step_hardly_waits_for_the_device(monkeypatch, small_model):
     """Decoding is bound by launches: each wait empties the queue."""
     waits = []
+    monkeypatch.setattr("rl_consistency.rollout.weights._MEAN_STEPS", 10**6)  # a digest waits
     with patch(model := small_model()):
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=400)
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)

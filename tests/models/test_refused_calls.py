@@ -122,6 +122,23 @@ def test_return_dict_of_the_config_is_honoured(model):
     assert isinstance(model.model(IDS, return_dict=False), tuple)
 
 
+def test_inference_mode_that_was_left_on_is_named(model):
+    right = scores(model)
+    with torch.inference_mode():
+        assert torch.equal(scores(model), right)
+        model.train()
+        try:
+            for output in OUTPUTS.values():
+                with pytest.raises(
+                    ValueError, match="inference_mode is on, and the model is in tr"
+                ):
+                    output(model)
+            model.requires_grad_(False)
+            assert torch.equal(scores(model), right)
+        finally:
+            model.requires_grad_(True).eval()
+
+
 NONSENSE = {
     "heads": {"num_attention_heads": None},
     "layers": {"num_hidden_layers": "2"},

@@ -73,6 +73,9 @@ def test_the_bounds_belong_to_the_ranges():
         ("stop", 3),
         ("stop", ("a\ufffd",)),  # also written for bytes that are no text
         ("speculation", -1),
+        ("greedy_logprobs", "raw"),
+        ("greedy_logprobs", "full"),  # at temperature 1
+        ("greedy_logprobs", None),
         ("speculation", 8),
         ("speculation", True),
     ],

@@ -22,8 +22,10 @@ from rl_consistency.trainers.config.sections import (
 )
 from rl_consistency.trainers.losses import WeightKind
 
-SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "stop"))
-"""Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings."""
+_NO_KEYS = ("seed", "stop", "greedy_logprobs")
+SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NO_KEYS)
+"""Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings and
+draws no greedy samples to learn from."""
 
 
 def _sampling(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import (
+    LONGEST_LINE,
     DataError,
     Example,
     encode_prompt,
@@ -16,6 +18,7 @@ from rl_consistency.trainers.data.examples import (
     read_jsonl,
 )
 from rl_consistency.trainers.data.foreign_files import explained, shown
+from rl_consistency.trainers.foreign_calls import TimeIsUp, memory_limit, time_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ def load_prompts(
     train, evaluation = _examples(config)
     if config.data.chat_template:
         require_template(tokenizer)
-        train, evaluation = ([templated(e, tokenizer) for e in s] for s in (train, evaluation))
+        train, evaluation = (all_templated(examples, tokenizer) for examples in (train, evaluation))
     adds = config.data.add_special_tokens and not config.data.chat_template
     encode = partial(
         encode_prompt,
@@ -137,15 +140,49 @@ def require_template(tokenizer: Any) -> None:
         raise DataError(f"data.chat_template: the tokenizer has no chat template: {remedy}")
 
 
+TEMPLATE_SECONDS = 10.0
+"""That a chat template may take for `AT_ONCE` prompts; a timer of each would take longer."""
+AT_ONCE = 64
+TEMPLATE_BYTES = 2**31
+"""Memory that a chat template may take."""
+
+
+def all_templated(examples: Sequence[Example], tokenizer: Any) -> list[Example]:
+    """`templated` of all. The template is a program of whoever wrote it: DataError, which names it,
+    where it does not end in time, takes too much memory or makes a text longer than a line of data
+    may be. (Outside the main thread, which alone can be interrupted, time has no limit.)"""
+    found: list[Example] = []
+    main = threading.current_thread() is threading.main_thread()
+    for begin in range(0, len(examples), AT_ONCE):
+        try:
+            with time_limit(TEMPLATE_SECONDS if main else None), memory_limit(TEMPLATE_BYTES):
+                found += [templated(e, tokenizer) for e in examples[begin : begin + AT_ONCE]]
+        except TimeIsUp as error:
+            limit = f"takes more than {TEMPLATE_SECONDS:g} s for {AT_ONCE} prompts"
+            place = f"{examples[begin].place} and those that follow"
+            raise DataError(f"{_template(tokenizer)} {limit} ({place}): {_NO_TEMPLATE}") from error
+    return found
+
+
+_NO_TEMPLATE = "mend it, or set data.chat_template to false and write data.prompt_template"
+
+
+def _template(tokenizer: Any) -> str:
+    return f"the chat template of the tokenizer {tokenizer.name_or_path!r}"
+
+
 def templated(example: Example, tokenizer: Any) -> Example:
     """The example with the text that the model reads: its messages, and the start of an answer.
 
     A prompt that is text is one message of the user.
     """
     messages = example.messages or ({"role": "user", "content": example.prompt},)
-    what = f"{example.place}: the tokenizer's chat template does not take the messages"
+    what = f"{example.place}: {_template(tokenizer)} does not take the messages"
     with explained(DataError, what):
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
+    if len(text) > LONGEST_LINE:
+        made = f"makes {len(text):,} characters, more than {LONGEST_LINE:,}"
+        raise DataError(f"{example.place}: {_template(tokenizer)} {made}: {_NO_TEMPLATE}")
     return replace(example, prompt=text, messages=messages)

@@ -28,6 +28,14 @@ from torch import Tensor
 
 from rl_consistency.numerics.files import discard, file_digest, replace, seal, unfinished, unseal
 from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.trainers.run_directory.manifest import (
+    is_written,
+    listed,
+    put_on_list,
+    put_own,
+    state_of,
+    strangers_in,
+)
 
 FORMAT = 3
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
@@ -101,14 +109,29 @@ def save_checkpoint(
                 "extra": dict(extra),
                 "fingerprint": fingerprint.entries,
                 "files": {str(file.relative_to(place)): file_digest(file) for file in files},
+                "marks": {str(file.relative_to(place)): _mark(file) for file in files},
             }
-            (place / STATE).write_text(seal(state), encoding="utf-8")
+            text = seal(state).encode()
+            (place / STATE).write_bytes(text)
+            put_on_list(directory.parent, {_listed_as(target): [state_of(text)]})
             replace(place, target)
     if not directory.is_symlink():
         ours = [path for path in list_checkpoints(directory) if not strangers(path)]
         for old in ours[:-keep]:
             discard(old)
+            put_on_list(directory.parent, {_listed_as(old): []})
     return target
+
+
+def _listed_as(path: Path) -> str:
+    """The name of a checkpoint in the manifest of its run."""
+    return f"{path.parent.name}/{path.name}/{STATE}"
+
+
+def _mark(file: Path) -> list[int]:
+    """What no write into a file leaves as it is. Reading gigabytes again would take minutes."""
+    found = file.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def save_weights(file: Path, model: Any) -> str:
@@ -117,9 +140,7 @@ def save_weights(file: Path, model: Any) -> str:
     with explained(str(file), lambda: remedy(file.parent)), unfinished(file.parent) as place:
         written = place / file.name
         save_file(_plain(model.named_parameters()), written, metadata={"format": "pt"})
-        digest = file_digest(written)
-        replace(written, file)
-    return digest
+        return put_own(written, file)["sha256"]
 
 
 def read_weights(file: Path, digest: str) -> dict[str, Tensor]:
@@ -187,17 +208,26 @@ def load_checkpoint(
 
 
 def strangers(path: Path) -> list[Path]:
-    """What is not ours to remove: what lies in a checkpoint and is not listed there, or `path`
-    itself where it is no checkpoint, or a copy under another name."""
+    """What is not ours to remove: what in a checkpoint is not listed there or was changed since, or
+    `path` itself where it is no checkpoint of this run, or a copy under another name."""
     try:
         state = _read_state(path)
     except CheckpointError:
         return [path]
+    known = listed(path.parents[1])
     if path.is_symlink() or path.name != checkpoint_name(state["step"]):
         return [path]
-    listed = {path / STATE, *(path / name for name in state["files"])}
-    ours = listed.union(*(file.parents for file in listed))
-    return [p for p in sorted(path.rglob("*")) if p.is_symlink() or p not in ours]
+    if known is not None and not is_written(path / STATE, known.get(_listed_as(path), [])):
+        return [path]
+
+    def is_ours(file: Path) -> bool:
+        name = str(file.relative_to(path))
+        if file == path / STATE:
+            return True
+        marked = state.get("marks", {}).get(name) == _mark(file)
+        return name in state["files"] and (marked or file_digest(file) == state["files"][name])
+
+    return strangers_in(path, is_ours)
 
 
 @torch.no_grad()

@@ -1,9 +1,8 @@
 """A run's directory: what may be started or resumed there, and what a new run removes.
 
-`manifest.json` says that the directory is a run's and under which names the run writes. It is there
-before they are, so that each of them is the run's own; where it does not list a name, that is the
-user's. A run writes into no other, and removes no other. (wandb keeps its own directory, whose
-names do not collide; nothing here touches it.)
+`manifest.json` lists what the run has written. Only that is removed or replaced, and only while it
+is what was written; anything else is the user's. wandb keeps its own directory, which nothing here
+touches.
 """
 
 from __future__ import annotations
@@ -11,24 +10,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from io import FileIO
 from pathlib import Path
 from weakref import WeakSet
 
-from rl_consistency.numerics.files import (
-    discard,
-    is_leftover,
-    remove_leftovers,
-    seal,
-    unseal,
-    write_whole,
-)
+from rl_consistency.numerics.files import discard, is_leftover, remove_leftovers
 from rl_consistency.numerics.fingerprint import Fingerprint
-from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
-from rl_consistency.parity.replay import LOCALIZATION, TEXTS
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import (
     REWARD_FUNCTION,
@@ -38,26 +27,37 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     remedy,
     strangers,
 )
+from rl_consistency.trainers.run_directory.manifest import (
+    MANIFEST,
+    RunDirectoryError,
+    State,
+    begin_manifest,
+    is_written,
+    listed,
+    strangers_in,
+    write_own,
+)
 
-MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
+LOCK = ".rl_consistency.lock"
 CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
 METRICS, DIGESTS, SAMPLES = "metrics.jsonl", "digests.jsonl", "samples.jsonl"
 FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 NAMES = (*FILES, CHECKPOINTS, REPLAY)
-FORMAT = 1
 _OTHER = "choose another directory with --set run.output_dir=DIR"
 
 
-class RunDirectoryError(ValueError):
-    """A run directory that cannot be started in or resumed from."""
-
-
 def check_directory(
-    config: RunConfig, *, resume: bool, overwrite: bool, dry_run: bool = False
+    config: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool = False,
+    held: bool = False,
 ) -> str | None:
     """RunDirectoryError, with its remedy, where the run cannot be started or continued; of a dry
-    run, which writes nothing, what the run itself would have to be told."""
+    run, which writes nothing, what the run itself would have to be told. This process may have
+    `held` the directory already."""
     directory = config.run.output_dir
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -65,25 +65,55 @@ def check_directory(
     if not os.access(there, os.W_OK | os.X_OK):
         raise RunDirectoryError(f"run.output_dir: nothing can be written into {there}: {_OTHER}.")
     require_kinds(directory)
-    listed = _listed(directory)
-    if unlisted := [n for n in NAMES if n not in listed and os.path.lexists(directory / n)]:
+    known = listed(directory)
+    names = [name for name in NAMES if os.path.lexists(directory / name)]
+    if known is None and names:
         raise RunDirectoryError(
-            f"{directory} holds {', '.join(unlisted)}, which no run of ours wrote: its {MANIFEST} "
-            f"is missing or does not list it. Move that away, or {_OTHER}."
+            f"{directory} holds {', '.join(names)}, which no run of ours wrote: it has no "
+            f"{MANIFEST}. Move that away, or {_OTHER}."
         )
     if links := [f for n in (*FILES, MANIFEST, LOCK) if (f := directory / n).is_symlink()]:
         raise RunDirectoryError(f"{links[0]} is a link: put the file in its place, or {_OTHER}.")
-    if resume and not listed:
+    if resume and known is None:
         raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
-    if listed and not resume:
+    if known is not None and not resume:
         remedy = f"continue it with --resume, remove it with --overwrite, or {_OTHER}."
-        held = f"{directory} already holds a run; {remedy}"
+        told = f"{directory} already holds a run; {remedy}"
         if dry_run:
-            return held
+            return told
         if not overwrite:
-            raise RunDirectoryError(held)
-        _require_removable(config)
+            raise RunDirectoryError(told)
+    if known is not None:
+        with nullcontext() if held else locked(directory):  # a run at work changes its files
+            _require_own_files(config, resume=resume)
     return None
+
+
+def _require_own_files(config: RunConfig, *, resume: bool) -> None:
+    """RunDirectoryError, naming it, where a run that is continued or removed would lose what it did
+    not write, or an input of the recipe."""
+    directory = config.run.output_dir
+    known = listed(directory) or {}
+    # Resuming reads the reference, and only the newest checkpoint.
+    kept = {REFERENCE} if resume else set()
+    found = [
+        directory / name
+        for name in FILES
+        if name not in kept and os.path.lexists(directory / name)
+        if not is_written(directory / name, known.get(name, []))
+    ]
+    if found := found if resume else [*found, *_strangers(directory, known)]:
+        names = [str(path.relative_to(directory)) for path in found]
+        more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
+        option = "--resume replaces" if resume else "--overwrite removes"
+        raise RunDirectoryError(
+            f"{', '.join(names[:5])}{more} in {directory}: no run of ours wrote these files or "
+            f"links, or they were changed since, and {option} nothing else. Move them away, or "
+            f"{_OTHER}."
+        )
+    if not resume:
+        data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+        require_outside(directory, {"policy.path": config.policy.path, **data})
 
 
 def is_run(directory: Path) -> bool:
@@ -145,22 +175,22 @@ def full_disk_explained(directory: Path) -> Iterator[None]:
 
 def open_directory(config: RunConfig, *, overwrite: bool) -> None:
     """Remove what an earlier run left, and save the config; the directory is locked by now."""
-    check_directory(config, resume=False, overwrite=overwrite)
     directory = config.run.output_dir
+    check_directory(config, resume=False, overwrite=overwrite, held=True)
     remove_leftovers(directory)
     # Checkpoints first: what a kill leaves of a run must not look like one to resume.
     for folder in (directory / CHECKPOINTS, directory / REPLAY):
-        if folder.exists():
+        if folder.exists() and any(folder.iterdir()):  # an empty one may be the user's
             discard(folder)
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    write_whole(directory / MANIFEST, seal({"format": FORMAT, "names": [*NAMES]}))
+    begin_manifest(directory)
     write_config(config)
 
 
 def write_config(config: RunConfig) -> None:
     """Save the resolved config: a record, which nothing reads back."""
-    write_whole(config.run.output_dir / CONFIG, dump_config(config))
+    write_own(config.run.output_dir / CONFIG, dump_config(config))
 
 
 def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint:
@@ -182,54 +212,24 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     return checkpoint
 
 
-def own_file(directory: Path, name: str) -> Path:
-    """Where a run writes a file; RunDirectoryError if what stands there is not a run's."""
-    file = directory / name
-    if file.is_symlink() or (file.exists() and name not in _listed(directory)):
-        problem = f"is a link, or a file that no run of ours wrote ({MANIFEST} does not list it)"
-        raise RunDirectoryError(f"{file} {problem}: move it away.")
-    return file
-
-
-def _listed(directory: Path) -> list[str]:
-    """The names under which the run in `directory` writes; none where there is no run."""
-    file = directory / MANIFEST
-    if not os.path.lexists(file):
-        return []
-    try:
-        manifest = unseal(file)
-    except ValueError as error:
-        raise RunDirectoryError(
-            f"{error}. It tells what is the run's: restore it, or go on in another run.output_dir "
-            "with the newest checkpoint as policy.path."
-        ) from error
-    if manifest.get("format") != FORMAT:
-        raise RunDirectoryError(f"{file} is not of format {FORMAT}; use the version that wrote it.")
-    return manifest["names"]
-
-
-def _require_removable(config: RunConfig) -> None:
-    """RunDirectoryError if `open_directory` would remove what no run wrote, or an input."""
-    directory = config.run.output_dir
-    if found := [str(path.relative_to(directory)) for path in _strangers(directory)]:
-        more = "" if len(found) <= 5 else f" and {len(found) - 5} more"
-        raise RunDirectoryError(
-            f"{', '.join(found[:5])}{more} in {directory}: no run of ours wrote these files or "
-            f"links, and --overwrite removes nothing else. Move them away, or {_OTHER}."
-        )
+def require_outside(directory: Path, inputs: Mapping[str, Path | None]) -> None:
+    """RunDirectoryError where --overwrite would remove an input, which is given by name."""
     doomed = {(directory / name).resolve() for name in NAMES}
-    data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    for key, path in {"policy.path": config.policy.path, **data}.items():
+    for key, path in inputs.items():
         links = [f for f in path.iterdir() if f.is_symlink()] if path and path.is_dir() else []
         for file in [path, *links] if path else []:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
                 problem = f"lies inside the run in {directory} that --overwrite would remove"
-                raise RunDirectoryError(f"{key} {file} {problem}: {_OTHER}.")
+                raise RunDirectoryError(f"{key} {file} {problem}: copy it elsewhere, or {_OTHER}.")
 
 
-def _strangers(directory: Path) -> Iterator[Path]:
-    """What lies under the names of a run but was not written by it; links always."""
+def _strangers(directory: Path, known: Mapping[str, Sequence[State]]) -> Iterator[Path]:
+    """What lies in the folders of a run but was not written by it; links always."""
+
+    def is_listed(path: Path) -> bool:
+        return is_written(path, known.get(str(path.relative_to(directory)), []))
+
     for name in (CHECKPOINTS, REPLAY):
         folder = directory / name
         if folder.is_symlink():
@@ -237,15 +237,5 @@ def _strangers(directory: Path) -> Iterator[Path]:
             continue
         for child in sorted(folder.iterdir()) if folder.exists() else []:
             if not is_leftover(child):
-                yield from strangers(child) if name == CHECKPOINTS else _beside_a_bundle(child)
-
-
-def _beside_a_bundle(path: Path) -> list[Path]:
-    """What no run wrote of a path in the folder of the replay bundles."""
-    bundle = re.fullmatch(r"bundle-[0-9a-f]{16}", path.name) and path.is_dir()
-    found = sorted(path.iterdir()) if bundle and not path.is_symlink() else []
-    if not found:  # a whole bundle is renamed into its place
-        return [path]
-    ours = {*FILES_OF_A_BUNDLE, LOCALIZATION, TEXTS}
-    strange = [f for f in found if f.name not in ours or f.is_symlink() or not f.is_file()]
-    return [f for f in strange if not is_leftover(f)]
+                in_replay = name == REPLAY
+                yield from strangers_in(child, is_listed) if in_replay else strangers(child)

@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rl_consistency.numerics.files import write_whole
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import DIGESTS, METRICS, SAMPLES, require_kinds
+from rl_consistency.trainers.run_directory.manifest import State, put_on_list, state_of, write_own
 
 
 class RowsFile:
@@ -37,31 +37,48 @@ class RowsFile:
     def __init__(
         self, path: str | os.PathLike[str], *, resume_from: Mapping[str, Any] | None = None
     ) -> None:
-        self._path = path = Path(path)
-        self._last_step = -1
+        self.path = path = Path(path)
+        self._last_step, kept = -1, b""
+        path.parent.mkdir(parents=True, exist_ok=True)
         if resume_from is not None:
             # A new file, since another run directory may hold a hard link to the old one.
-            write_whole(path, kept_rows(path, resume_from).decode())
+            kept = kept_rows(path, resume_from)
+            write_own(path, kept)
             self._last_step = max((row["step"] for row in read_rows(path)), default=-1)
         elif path.exists() and path.stat().st_size:
             raise FileExistsError(f"{path} holds a run: resume that run or choose another folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            put_on_list(path.parent, {path.name: [state_of(b"")]})
+        self._bytes, self._hash = len(kept), hashlib.sha256(kept)
         self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """What `resume_from` needs to continue from here: the length and SHA-256 of the file."""
-        return _state(self._path.read_bytes())
+        return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Append one line; a full disk (OSError) leaves the file as it was.
 
         ValueError unless steps ascend and `row` has no "step".
         """
+        log_rows(step, {self: row})
+
+    def line(self, step: int, row: Mapping[str, Any]) -> bytes:
+        """The line of a row; errors of `log`."""
         if step <= self._last_step:
             raise ValueError(f"step {step} follows step {self._last_step}; steps must ascend")
         if "step" in row:
             raise ValueError("a row must not hold 'step': it is the first argument of log")
-        line = json.dumps({"step": step, **row}, allow_nan=False).encode() + b"\n"
+        return json.dumps({"step": step, **row}, allow_nan=False).encode() + b"\n"
+
+    def states(self, line: bytes) -> list[State]:
+        """The states of the file before and after this line."""
+        after = self._hash.copy()
+        after.update(line)
+        return [self.state(), {"bytes": self._bytes + len(line), "sha256": after.hexdigest()}]
+
+    def append(self, step: int, line: bytes) -> None:
+        """Write what `line` gave for a step."""
         start = self._stream.seek(0, os.SEEK_END)
         try:
             if self._stream.write(line) != len(line):
@@ -71,9 +88,22 @@ class RowsFile:
             self._stream.truncate(start)
             raise
         self._last_step = step
+        self._bytes += len(line)
+        self._hash.update(line)
 
     def close(self) -> None:
         self._stream.close()
+
+
+def log_rows(step: int, rows: Mapping[RowsFile, Mapping[str, Any]]) -> None:
+    """Append the rows of a step, each to its file, all in one directory; errors of `RowsFile.log`,
+    before anything is written where they are not of the disk."""
+    lines = {file: file.line(step, row) for file, row in rows.items()}
+    if lines:
+        states = {file.path.name: file.states(line) for file, line in lines.items()}
+        put_on_list(next(iter(lines)).path.parent, states)
+    for file, line in lines.items():
+        file.append(step, line)
 
 
 def read_rows(
@@ -106,16 +136,12 @@ def kept_rows(path: Path, state: Mapping[str, Any]) -> bytes:
     """What the file held at `state`; ValueError if those bytes are not the ones of then."""
     data = path.read_bytes() if path.is_file() else b""
     kept = data[: state["bytes"]]
-    if _state(kept) != state:
+    if state_of(kept) != state:
         raise ValueError(
             f"{path} is missing or damaged: its first {state['bytes']} bytes are not those of then "
             "(SHA-256). Restore it, or start a new run with the checkpoint as policy.path."
         )
     return kept
-
-
-def _state(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 Metric = float | int | bool | str
@@ -132,11 +158,11 @@ class MetricsFile(RowsFile):
     `read_metrics` turns back.
     """
 
-    def log(self, step: int, row: Metrics) -> None:
-        """Append the metrics of a step. ValueError also on one beyond `LARGEST`; TypeError on what
-        is neither a number nor the text of a digest."""
+    def line(self, step: int, row: Metrics) -> bytes:
+        """The line of a row. ValueError also on a metric beyond `LARGEST`; TypeError on what is
+        neither a number nor the text of a digest."""
         _check_metrics(row)
-        super().log(step, plain(row))
+        return super().line(step, plain(row))
 
 
 def plain(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,11 +228,13 @@ class StepFiles:
         return {name: file.state() for name, file in self._files.items()}
 
     def log(self, step: int, metrics: Metrics) -> None:
+        rows: dict[str, Mapping[str, Any]] = {}
         if digests := self._take_digests():
-            self._files[DIGESTS].log(step, digests)
+            rows[DIGESTS] = digests
         if samples := self._shown():
-            self._files[SAMPLES].log(step, {"samples": samples})
-        self._files[METRICS].log(step, metrics)
+            rows[SAMPLES] = {"samples": samples}
+        rows[METRICS] = metrics
+        log_rows(step, {self._files[name]: row for name, row in rows.items()})
 
     def close(self, *, failed: bool = False) -> None:
         for file in self._files.values():
@@ -302,5 +330,5 @@ def write_summary(
         "fingerprint": fingerprint.entries,
     }
     text = json.dumps(plain(summary), indent=2, allow_nan=False)
-    write_whole(config.run.output_dir / "summary.json", text + "\n")
+    write_own(config.run.output_dir / "summary.json", text + "\n")
     return summary

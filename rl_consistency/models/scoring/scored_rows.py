@@ -163,10 +163,17 @@ def sampling_rows(
 
 
 def _uniform_rows(sampling: Sampling, count: int, device: torch.device) -> SamplingRows:
+    return SamplingRows.uniform(count, **scored_under(sampling), device=device)
+
+
+def scored_under(sampling: Sampling) -> dict[str, Any]:
+    """The parameters of the distribution that a token's logprob is of, by name; none where it is
+    that of the whole softmax. TypeError for what are no sampling parameters."""
     names = ("temperature", "top_k", "top_p", "min_p")
     if not all(hasattr(sampling, name) for name in names):
         raise TypeError(f"sampling: {type(sampling).__name__}; give SamplingParams for each.")
-    return SamplingRows.uniform(count, **{n: getattr(sampling, n) for n in names}, device=device)
+    is_whole = getattr(sampling, "greedy_logprobs", "zero") == "full"
+    return {} if is_whole else {name: getattr(sampling, name) for name in names}
 
 
 def scored_hidden_states(

@@ -25,6 +25,7 @@ from rl_consistency.models.scoring.scored_rows import (
     scored_hidden_states,
     scored_rows,
     scored_tokens,
+    scored_under,
 )
 from rl_consistency.models.scoring.shared_prompts import SharedPrompts, shared_hidden_states
 from rl_consistency.models.sharding import through, unwrapped
@@ -99,7 +100,7 @@ def token_logprobs(
             as one list for each. The first token of a sequence has no token before it and cannot be
             scored.
         sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
-            truncation.
+            truncation, and so is temperature 0 with `greedy_logprobs="full"`.
         share_prompts: compute prompts that several sequences begin with once. Lists of token ids
             with `prompt_lengths`, without gradients; other forms, and models with hooks or an op
             on its stock path, are computed whole. The bits stay.
@@ -140,7 +141,8 @@ def token_logprobs(
 
 def _truncates(sampling: Sampling | Sequence[Sampling] | None) -> bool:
     each = sampling if isinstance(sampling, Sequence) else [] if sampling is None else [sampling]
-    return any(s.temperature == 0 or s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in each)
+    narrowed = [s for s in each if scored_under(s)]
+    return any(s.temperature == 0 or s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in narrowed)
 
 
 def _require_support(logprobs: Tensor, scored: list[Tensor]) -> None:

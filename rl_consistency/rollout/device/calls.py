@@ -21,6 +21,7 @@ from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.graph_cache import Captured, GraphCache, GraphPieces, Shape
 from rl_consistency.rollout.block_manager import KVCache
 from rl_consistency.rollout.device.device_state import DeviceState, Fields, StagedFields
+from rl_consistency.rollout.sampling_params import Truncation
 from rl_consistency.rollout.scheduler import ScheduledChunk
 
 
@@ -129,7 +130,7 @@ def _token_ids(chunk: ScheduledChunk) -> list[int]:
     return [*known, *([-1] * pending), *chunk.draft]
 
 
-Compute = Callable[[Mapping[str, Tensor], PagedAttention, bool], Tensor]
+Compute = Callable[[Mapping[str, Tensor], PagedAttention, Truncation], Tensor]
 """`ModelRunner._compute`: (inputs, layout, truncates) -> what the call sampled."""
 
 

@@ -30,6 +30,7 @@ from rl_consistency.rollout.device.calls import CallGraphs, Compute, RaggedCall,
 from rl_consistency.rollout.device.device_state import DeviceState, Fields
 from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.drafter import MAX_DRAFT
+from rl_consistency.rollout.sampling_params import Truncation
 
 WIDTHS = (1, 4, 1 + MAX_DRAFT)
 """Tokens of a sequence in one call: the last known one and a draft, padded to one of these."""
@@ -59,7 +60,7 @@ class Shape:
 
     rows: int
     width: int
-    truncates: bool  # whether the sampler restricts any row's support: no bit of the others
+    truncates: Truncation  # the most that a row asks for: no bit of the others
     shared: bool  # whether sequences that share keys may have them read once: no bit
     context: int  # most keys of a sequence: `context_bound`
     stock: frozenset[str]  # ops on their stock path
@@ -144,7 +145,7 @@ class DecodeGraphs(CallGraphs[Shape, DecodeCall]):
         return self._reads_once and is_canonical("attention")
 
     def shape_for(
-        self, rows: int, width: int, *, truncates: bool, longest: int, shared: bool = False
+        self, rows: int, width: int, *, truncates: Truncation, longest: int, shared: bool = False
     ) -> Shape:
         """The smallest shape for `rows` sequences of at most `longest` keys."""
         return Shape(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PagedAttention, SharedRun
-from rl_consistency.kernels.sampling.op import distribution
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.models.forward import (
     attend_to_anything,
     layer_parameters,
@@ -36,6 +36,7 @@ from rl_consistency.rollout.device.device_state import DeviceState, to_device, t
 from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.drafter import MAX_DRAFT
+from rl_consistency.rollout.sampling_params import Truncation
 from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
 from rl_consistency.rollout.weights import forward_path
 
@@ -167,7 +168,7 @@ class ModelRunner:
             return None
         return torch.cuda.current_stream(self.device).cuda_stream
 
-    def run_padding(self, shape: RaggedShape, truncates: bool) -> None:
+    def run_padding(self, shape: RaggedShape, truncates: Truncation) -> None:
         """Run a call op by op that touches no sequence."""
         self._run(RaggedCall.padding(shape, self._state, self.block_size), truncates)
 
@@ -254,7 +255,7 @@ class ModelRunner:
 
         return replay
 
-    def _captured(self, call: RaggedCall, truncates: bool) -> Captured[PaddedCall] | None:
+    def _captured(self, call: RaggedCall, truncates: Truncation) -> Captured[PaddedCall] | None:
         """The graphs for a call; None where it runs op by op."""
         graphs = self.ragged_graphs
         if graphs is None or self.hooked or current().stock:
@@ -262,7 +263,7 @@ class ModelRunner:
         return graphs.captured(call, truncates=truncates)
 
     def _run(
-        self, call: RaggedCall, truncates: bool, captured: Captured[PaddedCall] | None = None
+        self, call: RaggedCall, truncates: Truncation, captured: Captured[PaddedCall] | None = None
     ) -> Tensor:
         """A call of chunks of any lengths, by graphs if given; the values of its sampled rows."""
         if captured is None:
@@ -275,7 +276,7 @@ class ModelRunner:
         return padded.values
 
     def _compute(
-        self, inputs: Mapping[str, Tensor], layout: PagedAttention, truncates: bool
+        self, inputs: Mapping[str, Tensor], layout: PagedAttention, truncates: Truncation
     ) -> Tensor:
         """The model over all tokens of a call, and the sampler over its `rows`, or all without.
 
@@ -292,9 +293,13 @@ class ModelRunner:
             positions = positions.index_select(0, rows)
         routing = record.fingerprints(rows)
         logits = next_token_logits(self._model, hidden)
-        params, keys = state.sampling(inputs["row_slots"], truncates=truncates)
+        params, keys, whole = state.sampling(inputs["row_slots"], truncates=truncates > 0)
         uniforms = device_uniforms(keys, positions + 1)
         tokens, logprobs = distribution(logits, params).sample(uniforms)
+        if truncates == Truncation.DRAW:
+            plain = SamplingRows.uniform(len(logits), device=logits.device)
+            plain.knowing(unit_temperature=False)  # the kernels of other rollouts: no bit
+            logprobs = torch.where(whole, distribution(logits, plain).logprobs_of(tokens), logprobs)
         state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         return torch.stack([tokens, logprobs.view(torch.int32).long(), *routing])
 

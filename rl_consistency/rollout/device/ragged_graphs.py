@@ -29,6 +29,7 @@ from rl_consistency.models.graph_cache import (
 from rl_consistency.rollout.block_manager import KVCache
 from rl_consistency.rollout.device.calls import CallGraphs, Compute, RaggedCall, StaticCall
 from rl_consistency.rollout.device.device_state import DeviceState, Fields
+from rl_consistency.rollout.sampling_params import Truncation
 
 HOST_SECONDS = 1.2e-3
 """What the host takes for a layer, op by op (30 to 56 ms for 28 of them on two hosts). Where the
@@ -68,7 +69,7 @@ class PaddedShape:
 
     rows: int
     sampled: int  # rows that are sampled from, padding included
-    truncates: bool  # whether the sampler restricts any row's support: no bit of the others
+    truncates: Truncation  # the most that a row asks for: no bit of the others
 
 
 class PaddedCall(StaticCall):
@@ -161,13 +162,13 @@ class RaggedGraphs(CallGraphs[PaddedShape, PaddedCall]):
         self._most = most
         self._memory: Tensor | None = None
 
-    def captured(self, call: RaggedCall, *, truncates: bool) -> Captured[PaddedCall] | None:
+    def captured(self, call: RaggedCall, *, truncates: Truncation) -> Captured[PaddedCall] | None:
         """A captured call with room for this one; None where it should run op by op."""
         rows, sampled = len(call.arrays["token_ids"]), len(call.arrays["rows"])
         shape = self.shape_for(rows, sampled, truncates=truncates)
         return None if shape is None else self.get(shape, shape.rows)
 
-    def shape_for(self, rows: int, sampled: int, *, truncates: bool) -> PaddedShape | None:
+    def shape_for(self, rows: int, sampled: int, *, truncates: Truncation) -> PaddedShape | None:
         """The shape for a call of so many rows; None where graphs gain nothing."""
         bucket = bucket_of(rows)
         if bucket > self._most or not self.has_room(bucket):

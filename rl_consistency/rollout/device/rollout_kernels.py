@@ -28,7 +28,7 @@ from rl_consistency.rollout.device.decode_graphs import (
 )
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.progress import compile_line
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sampling_params import SamplingParams, Truncation
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import model_digest
 
@@ -53,7 +53,7 @@ class RolloutBounds:
     longest: int  # tokens of one sequence
     batch_sizes: tuple[int, ...]  # numbers of sequences that decode together
     draft: int = 0  # tokens of the longest draft
-    truncates: bool = False  # whether the sampler restricts any row's support
+    truncates: Truncation = Truncation.NONE  # the most that a row asks for
     shares: bool = False  # whether sequences may share keys
     stock: frozenset[str] = frozenset()  # ops on their stock path
 
@@ -161,7 +161,7 @@ class RolloutKernels:
             batch_sizes=sizes,
             longest=min(longest or most.longest, most.longest),
             draft=sampling.speculation,
-            truncates=sampling.restricts_support,
+            truncates=sampling.truncation,
             stock=current().stock,
         )
 
@@ -192,7 +192,7 @@ class RolloutKernels:
         most = replace(
             self._most,
             draft=draft,
-            truncates=any(s.params.restricts_support for s in sequences),
+            truncates=max(s.params.truncation for s in sequences),
             shares=self._most.shares and _may_share(sequences),
             stock=current().stock,
         )

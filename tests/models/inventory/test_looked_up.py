@@ -3,6 +3,7 @@ class, in torch's containers; hooks under names of libraries; values that are no
 
 import sys
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -57,6 +58,33 @@ def cut_for_all(model, undo):
     undo.callback(setattr, nn, "ModuleList", ModuleList)
     nn.ModuleList = Cut
     cut(model, undo)
+
+
+class Backwards(dict):
+    def values(self):
+        return [*super().values()][::-1]
+
+
+class Doubled(dict):
+    def __getitem__(self, key):
+        return 2 * super().__getitem__(key)
+
+
+class Silent(OrderedDict):
+    def values(self):
+        return []
+
+
+def kept_in(kind, name):
+    def change(module):
+        vars(module)[name] = kind(vars(module)[name])
+
+    return change
+
+
+def unseen_hook(head):
+    head.register_forward_hook(halved)
+    kept_in(Silent, "_forward_hooks")(head)
 
 
 class Equal(float):
@@ -136,6 +164,19 @@ FIRST, ATTENTION = "model.layers.0.self_attn", "model.layers.1.self_attn"
 
 REFUSED = {
     "layers in another order": (at("model.layers", reordered), "layers in the order 1, 0"),
+    "layers from the last": (
+        at("model.layers", kept_in(Backwards, "_modules")),
+        "has a .*Backwards as its _modules, and no dict",
+    ),
+    "doubled buffers": (
+        at("model.rotary_emb", kept_in(Doubled, "_buffers")),
+        "has a .*Doubled as its _buffers",
+    ),
+    "doubled weights": (
+        at("lm_head", kept_in(Doubled, "_parameters")),
+        "has a .*Doubled as its _parameters",
+    ),
+    "a hook that is not listed": (at("lm_head", unseen_hook), "has a .*Silent as its _forward_ho"),
     "swapped names": (at(FIRST, swapped), "k_proj .* has|q_proj .* has"),
     "a list cut short": (cut, r"layers \(Cut\) has no canonical order"),
     "another ModuleList": (cut_for_all, r"layers \(Cut\) has (no canonical|a class whose)"),

@@ -158,6 +158,7 @@ def changes(model):
         "through data": (Written(weight.data), "o_proj.weight has other values"),
         "one value": (Written(base.embed_tokens.weight.data, (7, 3)), "embed_tokens.weight has"),
         "inv_freq": (in_place(base.rotary_emb.inv_freq), "inv_freq was written in place"),
+        "angles": (in_place(base.rotary_emb._rotary_table), "_rotary_table was written in place"),
         "order": (reordered(model), "layers were put in another order"),
         "order in place": (reordered_in_place(model), "layers were put in another order"),
         "function": (
@@ -171,16 +172,17 @@ NAMES = [
     *("scaling", "eps", "window", "new", "forward", "call", "class", "property", "hook", "config"),
     *("submodule", "bias", "order", "function", "property of config", "global hook"),
     *("nested config", "other memory", "transposed", "in place", "through data", "one value"),
-    *("inv_freq", "order in place"),
+    *("inv_freq", "order in place", "angles"),
 ]
 
 
-def test_every_change_is_tried(model):
+def test_every_change_is_tried(model, expected):
     assert sorted(NAMES) == sorted(changes(model))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_change_for_three_steps_ends_the_rollout(model, expected, name):
+def test_a_change_for_some_steps_ends_the_rollout(model, expected, name, monkeypatch):
+    monkeypatch.setattr("rl_consistency.rollout.step_watch.CODE_EVERY", 1)
     engine, undo, calls = engine_of(model, tokenizer=Plain()), ExitStack(), []
     change, message = changes(model)[name]
 
@@ -188,18 +190,17 @@ def test_a_change_for_three_steps_ends_the_rollout(model, expected, name):
         calls.append(1)
         if len(calls) == 3:
             change(undo)
-        elif len(calls) == 6:
+        elif len(calls) == 7:
             undo.close()
 
     digest = model_digest(model)
+    step = "[4-7]" if name == "one value" else "4"  # a look compares a quarter of the values
     try:
-        with pytest.raises(
-            ConsistencyError, match=rf"during generation.*{message}.*seen in step 4"
-        ):
+        with pytest.raises(ConsistencyError, match=rf"generation.*{message}.*seen in step {step}"):
             engine.generate(PROMPTS, SAMPLING, progress=progress)
     finally:
         undo.close()
-    assert len(calls) == 3 and is_idle(engine) and model_digest(model) == digest
+    assert 3 <= len(calls) <= 6 and is_idle(engine) and model_digest(model) == digest
     assert content(engine.generate(PROMPTS, SAMPLING)) == expected
 
 

@@ -1,11 +1,14 @@
 """Prompts through a chat template, and prompts that are too long."""
 
 import json
+import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rl_consistency.trainers.data import prompts
 from rl_consistency.trainers.data.examples import DataError, Example, read_jsonl
-from rl_consistency.trainers.data.prompts import require_template, templated
+from rl_consistency.trainers.data.prompts import all_templated, require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.step_files import read_rows
@@ -42,6 +45,49 @@ def test_a_conversation_and_a_text_go_through_the_template(tmp_path, tokenizer, 
     assert messages == (prompt if isinstance(prompt, list) else messages)
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert tokenizer.encode(text, add_special_tokens=False) == whole
+
+
+def looped(inner):
+    return "{% for i in range(100000) %}" + inner + "{% endfor %}"
+
+
+def doubled(times, shown=""):
+    text = "{% set n.s = n.s ~ n.s %}"
+    loop = f"{{% for i in range({times}) %}}{text}{{% endfor %}}{shown}"
+    return "{% set n = namespace(s='x') %}" + loop
+
+
+CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}"
+ENDLESS = {
+    "a loop in a loop": (looped(looped(looped(""))), "takes more than 0.5 s for 64 prompts"),
+    "a macro that calls itself": (CALLS, "takes more than 0.5 s"),
+    "too long a range": ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+    "a text that doubles": (doubled(60), "MemoryError|takes more than 0.5 s"),
+    "a long text": (doubled(25, "{{ n.s }}"), "33,554,432 characters, more than"),
+    "a text times a number": ("{{ 'x' * 10**13 }}", "MemoryError"),
+}
+
+
+@pytest.mark.parametrize(("template", "message"), ENDLESS.values(), ids=ENDLESS)
+def test_a_template_without_end_is_named_and_ended(tokenizer, monkeypatch, template, message):
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.5)
+    monkeypatch.setattr(prompts, "TEMPLATE_BYTES", 2**28)
+    tokenizer.chat_template, tokenizer.name_or_path = template, "/models/mine"
+    example = Example(id=3, prompt="p", answer="a", target="a")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=message) as error:
+        all_templated([example], tokenizer)
+    assert "the chat template of the tokenizer '/models/mine'" in str(error.value)
+    assert "example 3" in str(error.value)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_template_is_applied_to_all_examples_in_their_order(tokenizer):
+    examples = [Example(id=i, prompt=f"{i}+1", answer="a", target="a") for i in range(130)]
+    found = all_templated(examples, tokenizer)
+    assert [example.prompt for example in found] == [f"u:{i}+1;a:" for i in range(130)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(all_templated, examples, tokenizer).result() == found
 
 
 def test_a_prompt_template_is_applied_to_the_text_first(tmp_path, tokenizer):

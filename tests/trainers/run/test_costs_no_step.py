@@ -11,7 +11,7 @@ from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.step_files import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.tracking import ConsoleTable
 
 DRAWING = """
@@ -117,7 +117,7 @@ def test_metrics_that_the_disk_does_not_take_leave_no_checkpoint(tiny_run, monke
     def failing(self, step, metrics):
         raise OSError("disk full")
 
-    monkeypatch.setattr(MetricsFile, "log", failing)
+    monkeypatch.setattr(StepFiles, "log", failing)
     with pytest.raises(OSError, match="disk full"):
         tiny_run()
     assert tiny_run.checkpoints() == []

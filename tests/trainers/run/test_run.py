@@ -130,7 +130,7 @@ def test_a_relative_path_leads_elsewhere_once_a_reward_changed_the_directory(tin
     reward, start, _ = moving
     config = tiny_run.config(**reward, **{"training.steps": 1})
     section = config.run.model_copy(update={"output_dir": Path("here")})
-    with pytest.raises(FileNotFoundError, match=r"here/digests\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"here/metrics\.jsonl"):
         run_module.train(config.model_copy(update={"run": section}))
     assert (start / "here" / "metrics.jsonl").is_file()
 

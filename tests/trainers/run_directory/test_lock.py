@@ -13,14 +13,14 @@ import pytest
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError, locked
-from rl_consistency.trainers.run_directory.step_files import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import StepFiles
 
 SAVING = {"training.steps": 3, "training.save_every": 1}
 
 
 def second(tiny_run, monkeypatch, **modes):
     """What a second run in the same directory meets, begun in the middle of a first one."""
-    met, log = [], MetricsFile.log
+    met, log = [], StepFiles.log
 
     def and_another(self, step, metrics):
         log(self, step, metrics)
@@ -32,7 +32,7 @@ def second(tiny_run, monkeypatch, **modes):
             met[0] = str(error.value)
             assert tiny_run.files() == before
 
-    monkeypatch.setattr(MetricsFile, "log", and_another)
+    monkeypatch.setattr(StepFiles, "log", and_another)
     return met
 
 
@@ -52,7 +52,7 @@ def test_a_second_run_in_the_directory_of_a_running_one_is_refused(
 
 def test_without_the_lock_two_runs_write_the_same_checkpoint(tiny_run, monkeypatch):
     """Negative control."""
-    changes, begun, log = {"training.steps": 4, "training.save_every": 2}, [], MetricsFile.log
+    changes, begun, log = {"training.steps": 4, "training.save_every": 2}, [], StepFiles.log
 
     def and_another(self, step, metrics):
         log(self, step, metrics)
@@ -60,7 +60,7 @@ def test_without_the_lock_two_runs_write_the_same_checkpoint(tiny_run, monkeypat
             begun.append(step)
             tiny_run(**changes, resume=True)
 
-    monkeypatch.setattr(MetricsFile, "log", and_another)
+    monkeypatch.setattr(StepFiles, "log", and_another)
     monkeypatch.setattr(run_module, "locked", nullcontext)
     with pytest.raises(CheckpointError, match="step_000004.*not empty"):
         tiny_run(**changes)
@@ -102,7 +102,7 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tiny_run):
 @pytest.mark.thorough
 def test_a_kill_releases_the_lock(tiny_run):
     fork = multiprocessing.get_context("fork")
-    stands, log = fork.Event(), MetricsFile.log
+    stands, log = fork.Event(), StepFiles.log
 
     def log_and_wait(self, step, metrics):
         log(self, step, metrics)
@@ -111,7 +111,7 @@ def test_a_kill_releases_the_lock(tiny_run):
             signal.pause()
 
     def run():
-        MetricsFile.log = log_and_wait
+        StepFiles.log = log_and_wait
         tiny_run(**SAVING)
 
     process = fork.Process(target=run)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rl_consistency.trainers.run_directory import step_files
+from rl_consistency.trainers.run_directory.manifest import state_of
 from rl_consistency.trainers.run_directory.step_files import MetricsFile, read_metrics, summary_of
 
 STEP = {
@@ -76,7 +77,7 @@ def test_what_is_not_a_next_step_is_refused_and_not_written(
 def state_after(path, steps):
     """What a checkpoint keeps of the file when these steps have been logged."""
     write(path, steps)
-    return step_files._state(path.read_bytes())
+    return state_of(path.read_bytes())
 
 
 def test_resuming_cuts_later_steps_and_an_unfinished_line(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from rl_consistency.numerics.files import remove_leftovers
 from rl_consistency.trainers import run as run_module
-from rl_consistency.trainers.run_directory import checkpoint
+from rl_consistency.trainers.run_directory import checkpoint, manifest
 from rl_consistency.trainers.run_directory import directory as directory_module
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
@@ -49,6 +49,7 @@ def unchecked(monkeypatch):
     """No run looks at what is in its directory."""
     for place in (run_module, directory_module):
         monkeypatch.setattr(place, "check_directory", lambda config, **modes: None)
+    monkeypatch.setattr(manifest, "is_written", lambda file, states: True)
 
 
 @pytest.mark.parametrize("name", ["checkpoints/epoch3.pt", "config.yaml", "replay/a"])
@@ -84,7 +85,7 @@ def test_a_user_s_files_among_those_of_a_run_are_refused_by_name(tiny_run, finis
     directory = tiny_run.directory / "run"
     put(directory / name)
     before = contents(directory)
-    with pytest.raises(RunDirectoryError, match=r"notes\.txt|checkpoints/best"):
+    with pytest.raises(RunDirectoryError, match=r"notes\.txt|checkpoints/best|replay/bundle"):
         tiny_run(**SHORT, overwrite=True)
     assert contents(directory) == before
 
@@ -237,6 +238,8 @@ def test_without_the_check_a_folder_in_the_place_of_a_file_is_found_at_the_end(
 ):
     """Negative control."""
     monkeypatch.setattr(directory_module, "require_kinds", lambda directory: None)
+    for place in (directory_module, manifest):
+        monkeypatch.setattr(place, "is_written", lambda file, states: True)
     tiny_run(**SHORT)
     directory = tiny_run.directory / "run"
     (directory / "summary.json").unlink()
@@ -288,7 +291,7 @@ def test_a_guessable_name_destroys_what_a_link_there_leads_to(tiny_run, monkeypa
         partial.write_text(text)
         partial.rename(file)
 
-    monkeypatch.setattr(directory_module, "write_whole", write_beside)
+    monkeypatch.setattr(directory_module, "write_own", write_beside)
     target, directory = tiny_run.directory / "precious.txt", tiny_run.directory / "run"
     put(target)
     directory.mkdir()

@@ -14,7 +14,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.run_directory.step_files import MetricsFile, read_metrics
+from rl_consistency.trainers.run_directory.step_files import StepFiles, read_metrics
 from tests.trainers.algorithms.test_ppo import PPO
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def interrupt(monkeypatch, place):
             armed.clear()
             raise Interrupt
 
-    log, save = MetricsFile.log, run_module.save_checkpoint
+    log, save = StepFiles.log, run_module.save_checkpoint
     learn, write = GRPOTrainer._learn, checkpoint.save_file
     seen = {"rollouts": 0, "saving": None}
 
@@ -75,7 +75,7 @@ def interrupt(monkeypatch, place):
         stop_if(where == "after learning" and seen["rollouts"] == step)
         return metrics
 
-    monkeypatch.setattr(MetricsFile, "log", logging)
+    monkeypatch.setattr(StepFiles, "log", logging)
     monkeypatch.setattr(run_module, "save_checkpoint", saving)
     monkeypatch.setattr(checkpoint, "save_file", writing)
     monkeypatch.setattr(GRPOTrainer, "_learn", learning)
@@ -173,9 +173,9 @@ import os, signal, sys
 from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory.step_files import MetricsFile
+from rl_consistency.trainers.run_directory.step_files import StepFiles
 
-log, save_file, saved = MetricsFile.log, checkpoint.save_file, []
+log, save_file, saved = StepFiles.log, checkpoint.save_file, []
 
 def log_and_die(self, step, metrics):
     log(self, step, metrics)
@@ -197,7 +197,7 @@ def killed(recipe, where, name, instead):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
-killed(sys.argv[1], MetricsFile, "log", log_and_die)
+killed(sys.argv[1], StepFiles, "log", log_and_die)
 killed(sys.argv[2], checkpoint, "save_file", save_half_and_die)
 """
 
