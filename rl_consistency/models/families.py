@@ -302,22 +302,26 @@ def _registered(config: PreTrainedConfig) -> dict[str, Any]:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     own = source.eager_attention_forward
     found = {
-        f"attn implementation {attention!r}": _entry(ALL_ATTENTION_FUNCTIONS, attention) or own,
-        f"the mask of attention {attention!r}": _entry(ALL_MASK_ATTENTION_FUNCTIONS, attention),
+        f"attn implementation {attention!r}": _entry(ALL_ATTENTION_FUNCTIONS, attention, own),
+        f"the mask of attention {attention!r}": _entry(
+            ALL_MASK_ATTENTION_FUNCTIONS, attention, None
+        ),
         f"rope_type {rope!r}": ROPE_INIT_FUNCTIONS.get(rope),
     }
     if config.model_type in SPARSE:
         experts, cls = config._experts_implementation, f"{SPARSE[config.model_type]}Experts"
-        found[f"experts implementation {experts!r}"] = _entry(ALL_EXPERTS_FUNCTIONS, experts)
+        found[f"experts implementation {experts!r}"] = _entry(ALL_EXPERTS_FUNCTIONS, experts, None)
         if f"{cls}._apply_gate" not in installed_code.installed(source.__name__).functions:
             gate = getattr(getattr(source, cls), "_apply_gate", None)
             found[f"{source.__name__}.{cls}._apply_gate"] = gate
     return {place: function for place, function in found.items() if function is not None}
 
 
-def _entry(table: Any, name: str | None) -> Any:
-    """What a table of transformers holds under a name, without its methods, which are compared."""
-    return {**type(table)._global_mapping, **table._local_mapping}.get(name)
+def _entry(table: Any, name: str | None, eager: Any) -> Any:
+    """What a table of transformers holds under a name, or the name itself where it holds nothing.
+    It is read without the table's methods, which are compared."""
+    known = {**type(table)._global_mapping, **table._local_mapping}
+    return known.get(name, eager if name in (None, "eager") else name)
 
 
 class CodeWatch:
@@ -375,8 +379,9 @@ def check_implementations(config: PreTrainedConfig) -> None:
     for place, function in _registered(config).items():
         of = origin(function)
         if of not in known and not of.startswith("transformers.integrations."):
+            found = "not registered" if isinstance(function, str) else described(function)
             raise UnsupportedModelError(
-                f"{place} is {described(function)}; the canonical order would run in its "
+                f"{place} is {found}; the canonical order would run in its "
                 "place. Undo what registered it, or call model.set_attn_implementation('sdpa') or "
                 "model.set_experts_implementation('eager')."
             )

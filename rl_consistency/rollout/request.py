@@ -126,7 +126,7 @@ class Requests:
             if not isinstance(asked, SamplingParams):
                 raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
         self._check_names(names, [(p.seed, i) for p, i in zip(params, ids, strict=True)])
-        kept = map(replace, params)  # whatever becomes of the caller's
+        kept = [replace(p) for p in params]  # whatever becomes of the caller's
         requests = zip(itertools.count(), prompts, kept, ids, names, strict=False)
         return [sequence for request in requests for sequence in self._samples(*request)]
 

@@ -51,6 +51,16 @@ def command(recipe):
     return lambda *arguments: run_command([*recipe, *arguments])
 
 
+def test_overwriting_a_run_by_its_own_recipe_is_refused_and_loses_nothing(tmp_path, recipe):
+    mine = tmp_path / "run" / "config.yaml"
+    mine.parent.mkdir()
+    mine.write_text("# my notes\n" + Path(recipe[0]).read_text())
+    named = [str(mine), "--set", f"run.output_dir={mine.parent}", "--overwrite"]
+    with pytest.raises(RunDirectoryError, match="the recipe .*config.yaml"):
+        run_command(named)
+    assert mine.read_text().startswith("# my notes") and os.listdir(mine.parent) == [mine.name]
+
+
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory):
     """What a run without drift ended with."""

@@ -173,8 +173,8 @@ def test_a_checkpoint_is_a_model_directory_with_the_weights_of_the_gpu(tmp_path)
 def test_a_checkpoint_of_a_gpu_is_not_continued_on_a_cpu(tmp_path):
     """In a process of its own, since Accelerate keeps one device for a process."""
     run(tmp_path / "run", **{"training.steps": 2})
-    file = tmp_path / "run" / "config.yaml"
-    file.write_text(file.read_text().replace("device: cuda", "device: cpu"))
+    file, written = tmp_path / "cpu.yaml", tmp_path / "run" / "config.yaml"
+    file.write_text(written.read_text().replace("device: cuda", "device: cpu"))
     ended = subprocess.run(
         [sys.executable, "-m", "rl_consistency", "train", str(file), "--resume"],
         cwd=ROOT,

@@ -214,6 +214,14 @@ def test_other_bases_of_a_layer_are_refused():
         session.check()
 
 
+@pytest.mark.parametrize("kind", ["attn", "experts"])
+def test_an_implementation_that_is_not_registered_is_refused(kind):
+    model = build_preset("tiny-qwen3-moe")
+    setattr(model.config, f"_{kind}_implementation_internal", "nope")
+    with pytest.raises(UnsupportedModelError, match=f"{kind} implementation 'nope' is not regist"):
+        patch(model)
+
+
 def test_a_mask_without_its_window_is_refused(monkeypatch):
     full = modeling_mistral.create_causal_mask
     monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", full)
