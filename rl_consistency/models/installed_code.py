@@ -223,8 +223,7 @@ def _class_differs(
         yield from _call_differs(base)
 
 
-@cache
-def _call_is_own(base: type, member: str, found: Any) -> str:
+def _member_differs(base: type, member: str, found: Any) -> str:
     """What a member of a base is where its file does not make it; empty if it does."""
     file, key = installed(base.__module__), f"{base.__qualname__}.{member}"
     space = vars(sys.modules[base.__module__])
@@ -235,7 +234,7 @@ def _call_differs(base: type) -> Iterator[Difference]:
     """How a base is called and read where another class than `nn.Module` says so."""
     for member in _CALLED if base is not nn.Module else ():
         found = vars(base).get(member, _MISSING)
-        if found is not _MISSING and (what := _call_is_own(base, member, found)):
+        if found is not _MISSING and (what := _member_differs(base, member, found)):
             place = f"{base.__module__}.{base.__qualname__}"
             yield Difference(place, f"a class with another {member}: {what}")
 
@@ -456,7 +455,8 @@ class Watch:
         """What stands there now; equal for equal states."""
         values = [value for mapping, keys in self._keys for value in map(mapping.get, keys)]
         values += map(_PARTS_OF_CODE, self._functions)
-        values += (cls.__bases__ for cls in self._classes)
+        for cls in self._classes:  # of itself or of any base
+            values += (cls.__bases__, *(getattr(cls, member, None) for member in _CALLED))
         values += map(_CONTENTS, self._cells)
         values += (id(v) for space, keys in self._assigned for v in map(space.get, keys))
         return *values, *(module.forward for module in self._modules)

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
@@ -170,6 +170,12 @@ REPLACED = {
     ),
     "a function of frequencies": frequencies,
     "the defaults of a function": defaults,
+    "the call of all models": another(
+        PreTrainedModel, "__call__", lambda self, *given, **named: nn.Module.__call__(self, *given)
+    ),
+    "the lookup of all models": another(
+        PreTrainedModel, "__getattr__", lambda self, name: nn.Module.__getattr__(self, name)
+    ),
     "a module under its name": another(modeling_llama, "torch", types.ModuleType("torch")),
     "a function of Python's own": another(masking_utils, "min", lambda *given: given[0]),
     "a table of masks": another(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", OtherMasks()),
