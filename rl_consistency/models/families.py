@@ -284,9 +284,9 @@ def stands_on(config: PreTrainedConfig) -> dict[str, tuple[str, ...]]:
     return {**called, **_STANDS_ON, source.__name__: (*parts, EVERY)}
 
 
-def is_listed(cls: type, config: PreTrainedConfig) -> bool:
-    """Whether a class is one whose code is compared."""
-    names = stands_on(config).get(cls.__module__, ())
+def is_listed(cls: type, places: dict[str, tuple[str, ...]]) -> bool:
+    """Whether a class is one of these places, whose code is compared."""
+    names = places.get(cls.__module__, ())
     return cls.__name__ in names and getattr(sys.modules[cls.__module__], cls.__name__) is cls
 
 
@@ -337,15 +337,31 @@ class CodeWatch:
         return *torchs, *methods, *_registered(config).values(), *self._watch.read()
 
 
+_SOUND: dict[tuple[Any, ...], tuple[CodeWatch, tuple[object, ...]]] = {}
+"""What a forward stands on -> its watch, and the last state in which nothing differed."""
+
+
 def check_code(config: PreTrainedConfig) -> None:
     """UnsupportedModelError naming a class or function of `stands_on` that is not what the
     installed files say."""
     check_implementations(config)
+    key = tuple(stands_on(config).items())
+    watch, sound = _SOUND.get(key, (None, None))
+    if watch is not None and watch.read(config) == sound:
+        return
     for different in _differences(config):
         raise UnsupportedModelError(
             f"{different}; the canonical ops would run in its place. Undo that (was it a kernel "
             "library, or an edit?), and build the model after it."
         )
+    watch = CodeWatch(config)
+    _SOUND[key] = watch, watch.read(config)
+
+
+def code_watch(config: PreTrainedConfig) -> CodeWatch:
+    """The watch of a config whose code was found to be sound; a new one for any other."""
+    found = _SOUND.get(tuple(stands_on(config).items()))
+    return CodeWatch(config) if found is None else found[0]
 
 
 def _differences(config: PreTrainedConfig) -> Iterator[Difference]:

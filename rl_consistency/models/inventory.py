@@ -151,7 +151,7 @@ class _Comparison:
 
     def __init__(self, config: Any, patched: bool) -> None:
         self._config, self._patched = config, patched
-        self._mixins = families.mixins(config)
+        self._mixins, self._places = families.mixins(config), families.stands_on(config)
 
     def walk(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[Fault]:
         """Faults of a module and of all below it."""
@@ -196,7 +196,7 @@ class _Comparison:
         own, expected = vars(module), vars(made)
         if name.endswith(ACTIVATIONS) and not _computes(module, self._config.hidden_act):
             yield f"computes another function than {self._config.hidden_act}"
-        if not families.is_listed(type(made), self._config):
+        if not families.is_listed(type(made), self._places):
             yield f"has a class whose code is not known, {installed_code.described(type(made))}"
         for key in sorted(own.keys() - expected.keys() - ADDED):
             if key in _CALLS:
@@ -343,7 +343,7 @@ class ForwardWatch:
         self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
         classes = {type(config), *(families.stock_class(type(module)) for module in modules)}
         self._classes = tuple({base for cls in classes for base in cls.__mro__[:-1]})
-        self._code = families.CodeWatch(config) if config is not None else None
+        self._code = families.code_watch(config) if config is not None else None
 
     def read(self) -> ForwardState:
         """The state now; a module that is gone or lacks an attribute is in it as None."""

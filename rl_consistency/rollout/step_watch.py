@@ -209,7 +209,7 @@ class _Code:
     the looks: there are a thousand of them."""
 
     def __init__(self, config: Any) -> None:
-        self._config, self._watch, self._num_looks = config, families.CodeWatch(config), 0
+        self._config, self._watch, self._num_looks = config, families.code_watch(config), 0
         self._kept = self._watch.read(config)
 
     def changed(self) -> Change | None:
