@@ -148,7 +148,7 @@ TEMPLATE_BYTES = 2**31
 
 
 def all_templated(examples: Sequence[Example], tokenizer: Any) -> list[Example]:
-    """`templated` of all. The template is a program of whoever wrote it: DataError, which names it,
+    """`templated` of all. The template is a program of its author: DataError, which names it,
     where it does not end in time, takes too much memory or makes a text longer than a line of data
     may be. (Outside the main thread, which alone can be interrupted, time has no limit.)"""
     found: list[Example] = []
