@@ -1,6 +1,6 @@
 """The files that a command writes under names that its user gives.
 
-A command replaces a file only where it wrote that file and the file has not changed since: JSON holds
+A command replaces a file only where it wrote that file and the file has not changed: JSON holds
 the command's name and its own SHA-256, a picture the command's name. Any other file is replaced by
 `--force` alone, and no file is written into the directory of a run. `-` is standard output; what
 people read then goes to standard error.
