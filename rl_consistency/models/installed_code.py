@@ -293,9 +293,10 @@ def _unwrapped(function: Any, codes: list[CodeType], allowed: list[str]) -> Any:
             context = getattr(_closed_over(function, "ctx_factory"), "__self__", None)
             if wrapper == _WRAPPERS["no_grad"] and type(context) is not torch.no_grad:
                 return None
-        else:  # of functools
-            wrapper = {"_lru_cache_wrapper": "lru_cache"}.get(type(function).__name__, "")
-            wrapper = "cache" if wrapper not in left else wrapper
+        elif type(function) is type(installed):  # the class of functools
+            wrapper = "lru_cache" if "lru_cache" in left else "cache"
+        else:
+            return None
         if inner is None or wrapper not in left:
             return None
         left.remove(wrapper)

@@ -298,6 +298,25 @@ def test_an_edited_file_is_refused(monkeypatch, tmp_path):
         assert re.search(message, found[0])
 
 
+class Remembers:
+    """An object that says it wraps a function."""
+
+    def __init__(self, function):
+        self.__wrapped__ = function
+
+
+def test_only_the_cache_of_functools_is_looked_into():
+    def function():
+        return 1
+
+    codes = [function.__code__]
+    for decorator in ("cache", "lru_cache"):
+        remembered = functools.cache(function)
+        assert installed_code._unwrapped(remembered, codes, [decorator]) is function
+        assert installed_code._unwrapped(remembered, codes, []) is None
+        assert installed_code._unwrapped(Remembers(function), codes, [decorator]) is None
+
+
 def test_a_report_lists_what_the_forward_stands_on():
     model = build_preset("tiny-llama")
     with patch(model) as session:
