@@ -284,7 +284,8 @@ def _unwrapped(function: Any, codes: list[CodeType], allowed: list[str]) -> Any:
     while getattr(function, "__code__", None) not in codes:
         inner = getattr(function, "__wrapped__", None)
         if isinstance(function, nn.Module):  # Hugging Face's kernels makes modules of functions
-            inner = _closed_over(vars(function).get("forward", type(function).forward), "func")
+            forward = vars(function).get("forward", type(function).forward)
+            inner = _closed_over(forward, "func") if written_in(forward) else None
             wrapper = next((name for name in left if "kernel" in name), "")
         elif isinstance(function, FunctionType):
             wrapper = function.__code__.co_qualname.partition(".")[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
-from rl_consistency.models import decoder, modules
+from rl_consistency.models import decoder, installed_code, modules
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.inventory import faults
@@ -230,6 +230,11 @@ def as_module(function):
 def test_a_function_that_is_a_module_is_covered_until_its_forward_is_replaced(model, monkeypatch):
     rotate = as_module(modeling_qwen3.apply_rotary_pos_emb)
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate)
+    with pytest.raises(UnsupportedModelError, match="apply_rotary_pos_emb was replaced"):
+        patch(model)  # made here and not by the library
+    written_in, forward = installed_code.written_in, type(rotate).forward
+    known = lambda function: "kernels" if function is forward else written_in(function)  # noqa: E731
+    monkeypatch.setattr(installed_code, "written_in", known)
     with patch(model) as session:
         session.verify()
         with strict(except_={"rotary"}):
