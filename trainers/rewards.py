@@ -19,8 +19,8 @@ from typing import Any, TypeGuard
 import numpy as np
 from torch import Tensor
 
+from rl_consistency.trainers.config.data_sections import RewardSignature
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.config.sections import RewardSignature
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.data.prompts import PromptSet

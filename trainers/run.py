@@ -190,15 +190,15 @@ class _Run:
         progress.starts("reading the data")
         sizes = self.model.config
         limits = {"context_length": sizes.max_position_embeddings, "vocab_size": sizes.vocab_size}
-        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
-        if told := overlong_told(config, self.train_set, self.eval_set):
+        self.train_set, self.eval_sets = load_prompts(config, self.tokenizer, **limits)
+        if told := overlong_told(config, self.train_set, self.eval_sets):
             announce(told)
         if config.warm_start.steps:
             targets = encode_targets(self.train_set, self.tokenizer, **limits)
             batch = min(config.warm_start.batch_size, len(targets))
             config.consistency.gradient_leaves.parts(batch)
             self.warm_start_targets = targets
-        self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
+        self.rewards = fitting_rewards(config, self.train_set, *self.eval_sets.values())
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.reference_digest: str | None = None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
@@ -207,7 +207,7 @@ class _Run:
         if not current().stock:
             session.verify()
         self.fingerprint = fingerprint_of(config)
-        inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
+        inputs |= data_digests(self.train_set, self.eval_sets) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.resumed = float("nan"), False
         self.wandb_run_id = uuid4().hex[:8]
@@ -230,6 +230,7 @@ class _Run:
                 self.warm_start_targets,
                 self.config.warm_start,
                 self.ranks,
+                parts=self.train_set.parts,
                 seed=self.config.run.seed,
                 announce=self.announce,
             )
@@ -289,16 +290,16 @@ class _Run:
         with self.progress.step(step):
             metrics = self.trainer.step(step)
             if every and (step % every == 0 or last):
-                metrics |= self._evaluate()
+                metrics |= self._evaluate(step)
         self.no_signal.look(step, metrics)
         return metrics
 
-    def _evaluate(self) -> dict[str, Any]:
+    def _evaluate(self, step: int) -> dict[str, Any]:
         """Metrics of an evaluation, after which random states are what they were: a run may have
         one more, at its end, than a longer one. Rewards that fail end the run after the step."""
         state, metrics = capture(), {}
         try:
-            metrics = self.trainer.evaluate()
+            metrics = self.trainer.evaluate(step)
         except RewardError as error:
             self.failure = error
         restore(state)
@@ -306,7 +307,7 @@ class _Run:
 
     def opening_metrics(self) -> dict[str, Any]:
         """What is known before the first step; may be empty."""
-        metrics = self._evaluate() if self.config.training.eval_every else {}
+        metrics = self._evaluate(0) if self.config.training.eval_every else {}
         if self.config.data.overlong_prompts != "error":
             metrics["data/overlong_prompts"] = self.train_set.overlong
         if self.config.warm_start.steps:
@@ -397,7 +398,7 @@ class _Run:
             ranks=self.ranks,
             config=config,
             train=self.train_set,
-            evaluation=self.eval_set,
+            evaluations=self.eval_sets,
             rewards=self.rewards,
             hook=self.hook,
             reference=self.reference,

@@ -112,8 +112,11 @@ def _require_own_files(config: RunConfig, *, resume: bool) -> None:
             f"{_OTHER}."
         )
     if not resume:
-        data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-        require_outside(directory, {"policy.path": config.policy.path, **data})
+        data = config.data
+        sources = {f"data.sources.{i}": s.path for i, s in enumerate(data.sources or ())}
+        sets = {f"data.eval_sets.{name}": given.path for name, given in data.eval_sets.items()}
+        given = {"policy.path": config.policy.path, "data.path": data.path, **sources, **sets}
+        require_outside(directory, {**given, "data.eval_path": data.eval_path})
 
 
 def is_run(directory: Path) -> bool:
@@ -212,12 +215,14 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     return checkpoint
 
 
-def require_outside(directory: Path, inputs: Mapping[str, Path | None]) -> None:
+def require_outside(directory: Path, inputs: Mapping[str, Path | str | None]) -> None:
     """RunDirectoryError where --overwrite would remove an input, which is given by name."""
     doomed = {(directory / name).resolve() for name in NAMES}
     for key, path in inputs.items():
-        links = [f for f in path.iterdir() if f.is_symlink()] if path and path.is_dir() else []
-        for file in [path, *links] if path else []:
+        if not isinstance(path, Path):
+            continue  # of the hub
+        links = [f for f in path.iterdir() if f.is_symlink()] if path.is_dir() else []
+        for file in [path, *links]:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
                 problem = f"lies inside the run in {directory} that --overwrite would remove"
