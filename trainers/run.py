@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, o
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.foreign_calls import end_a_stray
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.hub import model_directory
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
     check_machine,
@@ -104,6 +106,7 @@ def train(
     announce: Say = print,
     starting: Say = quiet,
     finish: Callable[[], None] = lambda: None,
+    rewards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
@@ -111,7 +114,8 @@ def train(
     the run was begun with, where its schedule does not end. `overwrite` removes the run that the
     directory already holds. `announce` is told, line by line, what goes on, and `starting` each
     phase before the first step, at last "". `finish` is called once the summary is written: the
-    trackers learn that the run failed if it raises, or on drift.
+    trackers learn that the run failed if it raises, or on drift. `rewards` are functions by the
+    names that they have in the recipe; a resumed run needs the same ones, by their source.
 
     `dry_run` checks everything, takes one small step, and returns its metrics. It leaves no file.
 
@@ -147,7 +151,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, starting if first else quiet)
+            run = _Run(config, announce, stack, world, starting if first else quiet, rewards)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
@@ -168,7 +172,13 @@ class _Run:
     """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
     def __init__(
-        self, config: RunConfig, announce: RunOutput, stack: ExitStack, world: World, starting: Say
+        self,
+        config: RunConfig,
+        announce: RunOutput,
+        stack: ExitStack,
+        world: World,
+        starting: Say,
+        rewards: Mapping[str, Callable[..., Any]],
     ):
         self.began, self.process = time.perf_counter(), os.getpid()
         self.config, self.directory = config, config.run.output_dir
@@ -177,10 +187,14 @@ class _Run:
         compiles, steps = config.run.device == "cuda", config.training.steps
         self.progress = progress = Progress(steps, compiles=compiles, starts=starting)
         check_canonical(config)
-        source = config.policy.path or config.policy.hub
+        policy, self.commits = config.policy, dict[str, str]()
+        if (source := policy.source) is not None:
+            directory, commit = model_directory(source)
+            policy = policy.model_copy(update={"path": directory, "hub": None})
+            self.commits |= {f"policy {source}": commit} if commit else {}
         progress.starts(f"loading the weights of {source}" if source else "building the policy")
         self.model, self.tokenizer = load_policy(
-            config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
+            policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         check_policy(config, self.model)
         if told := unread_sampling(self.model):
@@ -191,6 +205,8 @@ class _Run:
         sizes = self.model.config
         limits = {"context_length": sizes.max_position_embeddings, "vocab_size": sizes.vocab_size}
         self.train_set, self.eval_sets = load_prompts(config, self.tokenizer, **limits)
+        for prompts in (self.train_set, *self.eval_sets.values()):
+            self.commits |= {f"data {name}": commit for name, commit in prompts.commits.items()}
         if told := overlong_told(config, self.train_set, self.eval_sets):
             announce(told)
         if config.warm_start.steps:
@@ -198,7 +214,8 @@ class _Run:
             batch = min(config.warm_start.batch_size, len(targets))
             config.consistency.gradient_leaves.parts(batch)
             self.warm_start_targets = targets
-        self.rewards = fitting_rewards(config, self.train_set, *self.eval_sets.values())
+        evaluations = self.eval_sets.values()
+        self.rewards = fitting_rewards(config, self.train_set, *evaluations, given=rewards)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.reference_digest: str | None = None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
@@ -220,7 +237,7 @@ class _Run:
             if self.first:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self.stack.enter_context(locked(self.directory))
-                open_directory(self.config, overwrite=overwrite)
+                open_directory(self.config, overwrite=overwrite, commits=self.commits)
                 self._open_step_files()
         self._join()
         if self.config.warm_start.steps:

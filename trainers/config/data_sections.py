@@ -13,6 +13,7 @@ from rl_consistency.trainers.config.sections import (
     CountOrZero,
     Float,
     Int,
+    LocalPath,
     Name,
     Positive,
     RecipeSection,
@@ -196,21 +197,49 @@ class DataSection(RecipeSection):
             raise ValueError(f"{problem}: give all of them one, or none")
 
 
-RewardSignature = Literal["ours", "trl"]
+RewardSignature = Literal["ours", "trl", "verl"]
+Per = Literal["batch", "sample"]
 
 
 class RewardFunctionSection(RecipeSection):
-    """One term of the reward."""
+    """One term of the reward: exactly one of `name` (a function) and `model`."""
 
-    name: Name
-    """exact_match, gsm8k, arithmetic, or package.module:function."""
+    name: Name | None = None
+    """exact_match, gsm8k, arithmetic, package.module:function, or rewards/my.py:function, a file
+    relative to the recipe's folder or, if it is not there, to the working directory."""
+    model: Source | None = None
+    """A reward model, as `policy.path` names a model: a sequence classifier with one label. It
+    scores the conversation by its own chat template, or prompt and completion as one text, in its
+    own dtype with transformers' stock ops, one sequence at a time: a score depends on no other
+    completion, and may be another on another GPU or version."""
     weight: Float = 1.0
     """Factor of this term in the sum."""
+    per: Per | None = None
+    """sample: the function is called with one completion at a time, as prompt, completion, answer
+    and the data's further fields (those that it names), and returns a number; batch: with lists;
+    null = sample where it has an argument `completion` and none `completions`."""
     signature: RewardSignature = "ours"
     """What the function is called with, all by name, beside the data's further fields. ours:
     prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
     them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
-    trainers do (no trainer_state, no None for a score)."""
+    trainers do (no trainer_state, no None for a score). verl: data_source, solution_str,
+    ground_truth and extra_info of one completion; it returns a number or a dict with score."""
+
+    @property
+    def key(self) -> str:
+        """Its name in metrics and messages."""
+        if self.name is not None:
+            return self.name
+        return self.model.name if isinstance(self.model, Path) else str(self.model)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> RewardFunctionSection:
+        require_one(name=self.name, model=self.model)
+        if self.model is not None and (self.signature != "ours" or self.per is not None):
+            raise ValueError("signature and per are of functions: leave them out for a model")
+        if self.signature != "ours" and self.per is not None:
+            raise ValueError(f"signature {self.signature} says how it is called: leave per out")
+        return self
 
 
 class RewardSection(RecipeSection):
@@ -223,15 +252,17 @@ class RewardSection(RecipeSection):
     reward functions and samples have; false keeps them."""
     timeout: Positive | None = None
     """Seconds that one call of a function may take, for all completions; null = any time."""
+    folder: LocalPath | None = None
+    """Where the files of functions are looked for first; null = the folder of the recipe."""
     accept_changed: bool = False
     """Whether --resume goes on where the files of reward functions have changed since."""
 
     @model_validator(mode="after")
     def _some_and_distinct(self) -> RewardSection:
-        if not (names := [function.name for function in self.functions]):
+        if not (names := [function.key for function in self.functions]):
             raise ValueError("functions must name at least one reward function")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
-        if wrong := [f.name for f in self.functions if f.signature == "trl" and ":" not in f.name]:
-            raise ValueError(f"{wrong[0]} is built in, of signature ours: leave signature out")
+        if wrong := [f for f in self.functions if f.signature != "ours" and ":" not in f.key]:
+            raise ValueError(f"{wrong[0].key} is built in, of signature ours: leave signature out")
         return self

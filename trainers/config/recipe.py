@@ -43,6 +43,7 @@ from rl_consistency.trainers.config.strict_yaml import (
     read,
 )
 from rl_consistency.trainers.data.foreign_files import shown
+from rl_consistency.trainers.reward_files import FILE
 
 MOVED = {
     "rollout.samples_per_prompt": "rollout.sampling.n",
@@ -257,12 +258,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+    return checked(tree, str(path), path.parent)
+
+
+def checked(tree: Any, source: str, folder: Path) -> RunConfig:
+    """The config of a recipe's tree; errors name `source`. Reward functions in files are looked for
+    in `folder` where the recipe names no other."""
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = _problems(error)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{path}: {count}\n" + "\n".join(f"  {p}" for p in problems)) from error
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{source}: {count}\n{listed}") from error
+    reward = config.reward
+    if reward.folder is None and any(FILE.fullmatch(term.key) for term in reward.functions):
+        placed = reward.model_copy(update={"folder": folder.expanduser().absolute()})
+        config = config.model_copy(update={"reward": placed})
+    return config
 
 
 def dump_config(config: RunConfig) -> str:

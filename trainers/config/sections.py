@@ -275,10 +275,12 @@ class BuildSection(RecipeSection):
 class PolicySection(RecipeSection):
     """The model that is trained: exactly one of `path`, `hub` and `build`."""
 
-    path: LocalPath | None = None
-    """Local Hugging Face model directory (config.json, safetensors); nothing is downloaded."""
+    path: Source | None = None
+    """Hugging Face model directory (config.json, safetensors), from which nothing is downloaded;
+    or the name of a model of the hub, owner/name or owner/name@revision, where there is no such
+    directory. The commit is kept in manifest.json. Code of a model's author is never run."""
     hub: Name | None = None
-    """Model name on the Hugging Face hub; the only setting that may download anything."""
+    """A name of the hub, also where there is a directory of that name."""
     build: BuildSection | None = None
     """Sizes of a policy with fresh weights drawn from run.seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -286,6 +288,11 @@ class PolicySection(RecipeSection):
     trained: per-token gradients underflow without a loss scale."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; changes memory and time, not bits."""
+
+    @property
+    def source(self) -> Path | str | None:
+        """The directory or the name on the hub; None for a policy that is built."""
+        return self.path or self.hub
 
     @model_validator(mode="after")
     def _one_source(self) -> PolicySection:
@@ -297,4 +304,4 @@ class TokenizerSection(RecipeSection):
     """How text becomes tokens."""
 
     kind: Literal["byte", "auto"]
-    """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path or policy.hub."""
+    """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from weakref import WeakSet
 
 from rl_consistency.numerics.files import discard, is_leftover, remove_leftovers
@@ -176,8 +177,13 @@ def full_disk_explained(directory: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 
 
-def open_directory(config: RunConfig, *, overwrite: bool) -> None:
-    """Remove what an earlier run left, and save the config; the directory is locked by now."""
+def open_directory(
+    config: RunConfig, *, overwrite: bool, commits: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Remove what an earlier run left, and save the config; the directory is locked by now.
+
+    `commits` are those of what was read from the hub, for the manifest.
+    """
     directory = config.run.output_dir
     check_directory(config, resume=False, overwrite=overwrite, held=True)
     remove_leftovers(directory)
@@ -187,7 +193,7 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
             discard(folder)
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    begin_manifest(directory)
+    begin_manifest(directory, commits)
     write_config(config)
 
 

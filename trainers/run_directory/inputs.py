@@ -21,6 +21,7 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.reward_files import module_name
 from rl_consistency.trainers.rewards import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import REWARD_FUNCTION, explained
 
@@ -32,7 +33,7 @@ FREE = {
         *("eval_path", "eval_split", "eval_sets"),
     },
     "training": {"save_every", "keep_checkpoints", "strategy"},
-    "reward": {"timeout", "accept_changed"},
+    "reward": {"timeout", "accept_changed", "folder"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
@@ -120,10 +121,14 @@ def data_digests(train: PromptSet, evaluations: Mapping[str, PromptSet]) -> dict
 
 
 def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
-    """Digests of the files of reward functions' modules; what a module imports does not enter."""
+    """Digests of the files of reward functions' modules, of the source of functions that have none,
+    and of reward models; what a module imports does not enter."""
     found = {}
     for term in rewards:
-        named = term.name.rpartition(":")[0]
+        if term.digest is not None:
+            found[f"{REWARD_FUNCTION} {term.name}"] = term.digest
+            continue
+        named = module_name(term.name)
         given = {named, getattr(term.function, "__module__", named)} - {""}
         names = sorted(name for name in given if isinstance(name, str))
         files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
