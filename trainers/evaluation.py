@@ -10,6 +10,7 @@ from statistics import fmean
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import keyed_integer
+from rl_consistency.trainers.rewards import known
 
 
 def sampling_of(config: RunConfig, name: str, step: int) -> SamplingParams:
@@ -31,9 +32,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluation_metrics(config: RunConfig, name: str, rewards: Sequence[float]) -> dict[str, float]:
-    """Metrics of an evaluation set from the rewards of its samples, n of each example in turn."""
+    """Metrics of an evaluation set from the rewards of its samples, n of each example in turn; one
+    without a reward (NaN) is not correct and enters no mean."""
     n, prefix = config.eval_sampling.n, f"eval/{name}/" if name else "eval/"
-    metrics = {f"{prefix}reward": fmean(rewards)}
+    metrics = {f"{prefix}reward": fmean(scored)} if (scored := known(rewards)) else {}
     passed = [reward >= config.training.eval_pass_reward for reward in rewards]
     groups = [sum(passed[first : first + n]) for first in range(0, len(passed), n)]
     for k in config.pass_at:

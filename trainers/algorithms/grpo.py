@@ -52,7 +52,12 @@ from rl_consistency.trainers.losses import (
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.rewards import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    compute_rewards,
+)
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
@@ -148,8 +153,9 @@ class GRPOTrainer:
             rewards = self._rewards(examples, completions)
             metrics |= evaluation_metrics(self.config, name, rewards.total)
         if self.evaluations and "" not in self.evaluations:
-            each = [metrics[f"eval/{name}/reward"] for name in self.evaluations]
-            metrics["eval/reward"] = fmean(map(float, each))
+            keys = (f"eval/{name}/reward" for name in self.evaluations)
+            if each := [float(metrics[key]) for key in keys if key in metrics]:
+                metrics["eval/reward"] = fmean(each)
         return metrics
 
     def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:

@@ -222,8 +222,9 @@ class RewardFunctionSection(RecipeSection):
     """What the function is called with, all by name, beside the data's further fields. ours:
     prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
     them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
-    trainers do (no trainer_state, no None for a score). verl: data_source, solution_str,
-    ground_truth and extra_info of one completion; it returns a number or a dict with score."""
+    trainers do (no trainer_state). verl: data_source, solution_str, ground_truth and extra_info of
+    one completion, and it may return a dict with score. A function returns a number, or None where
+    it does not apply, for each completion, and may be async."""
 
     @property
     def key(self) -> str:

@@ -77,7 +77,7 @@ def load_prompts(
             commits=read.commits,
         )
 
-    train_set = encoded(train, config.sampling.max_tokens)
+    train_set = encoded(train, config.rollout.sampling.max_tokens)
     eval_sets = {n: encoded(r, config.eval_sampling.max_tokens) for n, r in evaluations.items()}
     if len(train_set.prompts) < (batch := config.rollout.prompts_per_step):
         dropped = f", {train_set.overlong} overlong ones dropped" if train_set.overlong else ""

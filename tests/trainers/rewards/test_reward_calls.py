@@ -1,5 +1,7 @@
 """Reward functions in files, of one completion at a time, as verl calls them, and reward models."""
 
+import asyncio
+import math
 import re
 import sys
 
@@ -50,6 +52,11 @@ class Judge:
         return len(completion)
 
 
+async def late(completion, answer):
+    await asyncio.sleep(0)
+    return completion == answer or None
+
+
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "sums" and extra_info == {"index": 7}
     right = float(solution_str == ground_truth)
@@ -62,10 +69,12 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
         (right, {"per": "sample"}, [1, 0, 1]),
         (of_everything, {"per": "sample"}, [4.5, 5, 3.5]),
         (Judge(), {"per": "sample"}, [1, 5, 1]),
+        (late, {"per": "sample"}, [1, pytest.approx(math.nan, nan_ok=True), 1]),
         (verl, {"signature": "verl"}, [1, -1, 1]),
         (lambda prompts, completions, answers, **_: [0.5] * 3, {}, [0.5] * 3),
     ],
 )
+@pytest.mark.filterwarnings("ignore:all reward functions returned None")
 def test_a_function_is_called_as_it_wants_to_be(function, given, expected):
     assert scores(function, **given) == expected
 
@@ -74,7 +83,11 @@ def test_a_function_is_called_as_it_wants_to_be(function, given, expected):
     ("function", "given", "message"),
     [
         (lambda text: 0.0, {"per": "sample"}, "missing a required argument: 'text'"),
-        (lambda completion: [1.0], {"per": "sample"}, r"returned \[1.0\], not a finite float32"),
+        (
+            lambda completion: [1.0],
+            {"per": "sample"},
+            r"returned \[1.0\], not a finite float32 or None",
+        ),
         (lambda completion: 1 / len(completion[1:]), {"per": "sample"}, "ZeroDivision.*sample 0"),
         (lambda solution_str: 0.0, {"signature": "verl"}, "unexpected keyword argument"),
     ],
