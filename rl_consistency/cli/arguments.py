@@ -38,10 +38,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     for option, text in (
         ("--resume", "continue from the newest checkpoint"),
         ("--overwrite", "remove the run the directory already holds"),
-        ("--dry-run", "check and build everything, take one small step, write nothing, and end"),
         ("--print-config", "print the whole recipe with overrides and defaults, as YAML, and end"),
     ):
         mode.add_argument(option, action="store_true", help=text)
+    text = "check and build everything, take one small step, write nothing, and end"
+    parser.add_argument("--dry-run", action="store_true", help=text)
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_consistency.cli.console import start_up
+from rl_consistency.cli.console import print_whole, start_up
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package."""
@@ -42,6 +42,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     announce = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     directory = config.run.output_dir
+    if args.dry_run and args.resume:
+        raise ValueError(
+            "--dry-run tries the first step of a run: leave out --resume"
+        )
     if args.overwrite:
         require_outside(directory, {"the recipe": recipe})
 
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         leave()
     if args.dry_run:
         return 0
-    console.print(summary_table(summary))
+    print_whole(console, summary_table(summary))
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
