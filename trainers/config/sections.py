@@ -299,6 +299,8 @@ class ArithmeticSection(RecipeSection):
     """Number of evaluation examples; their sums never occur in training."""
     incomplete_targets: BelowOne = 0.0
     """Share of the worked examples that stop too early in what the warm start imitates."""
+    spaces: bool = False
+    """Write 3 + 5 = in place of 3+5=."""
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
@@ -322,7 +324,7 @@ class DataSection(RecipeSection):
     answer_field: Name = "answer"
     """Field of a line that holds the reference answer, which is also the warm start's target."""
     prompt_template: str = "{prompt}"
-    """The text given to the model; `{prompt}` stands for the prompt field."""
+    """The text given to the model; `{prompt}` stands for the prompt field, or a task's prompt."""
     chat_template: bool = False
     """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
     messages (objects with role and content), or of the text as one message of the user."""
