@@ -76,8 +76,7 @@ def write(tmp_path):
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_freq_base(5e4)
         for key, value in (keys or {}).items():
-            add = writer.add_string if isinstance(value, str) else writer.add_float32
-            (writer.add_uint32 if isinstance(value, int) else add)(key, value)
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
         if architecture == "qwen3":
             writer.add_key_length(head_dim)
         vocab = tokens(writer, model, pre)
