@@ -366,7 +366,8 @@ class RewardFunctionSection(RecipeSection):
     """What the function is called with, all by name, beside the data's further fields. ours:
     prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
     them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
-    trainers do (no trainer_state, no None for a score)."""
+    trainers do (no trainer_state). It returns a number, or None where it does not apply, for each
+    completion, and may be async."""
 
 
 class RewardSection(RecipeSection):
