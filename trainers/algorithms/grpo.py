@@ -51,7 +51,13 @@ from rl_consistency.trainers.losses import (
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.rewards import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    compute_rewards,
+    known,
+)
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
@@ -142,7 +148,7 @@ class GRPOTrainer:
         drawn = self._draw(self.evaluation, list(own), greedy, list(own))
         completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
         rewards = self._rewards(self.evaluation.examples[:limit], completions)
-        return {"eval/reward": fmean(rewards.total)}
+        return {"eval/reward": fmean(scored)} if (scored := known(rewards.total)) else {}
 
     def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
         """The place in the training set of each sample's prompt, and the samples."""

@@ -303,6 +303,8 @@ class ArithmeticSection(RecipeSection):
     """Number of evaluation examples; their sums never occur in training."""
     incomplete_targets: BelowOne = 0.0
     """Share of the worked examples that stop too early in what the warm start imitates."""
+    spaces: bool = False
+    """Write 3 + 5 = in place of 3+5=."""
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
@@ -326,7 +328,7 @@ class DataSection(RecipeSection):
     answer_field: Name = "answer"
     """Field of a line that holds the reference answer, which is also the warm start's target."""
     prompt_template: str = "{prompt}"
-    """The text given to the model; `{prompt}` stands for the prompt field."""
+    """The text given to the model; `{prompt}` stands for the prompt field, or a task's prompt."""
     chat_template: bool = False
     """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
     messages (objects with role and content), or of the text as one message of the user."""
@@ -368,7 +370,8 @@ class RewardFunctionSection(RecipeSection):
     """What the function is called with, all by name, beside the data's further fields. ours:
     prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
     them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
-    trainers do (no trainer_state, no None for a score)."""
+    trainers do (no trainer_state). It returns a number, or None where it does not apply, for each
+    completion, and may be async."""
 
 
 class RewardSection(RecipeSection):
