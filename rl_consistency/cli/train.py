@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
     announce = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     directory = config.run.output_dir
     if args.dry_run and args.resume:
-        raise ValueError(
-            "--dry-run tries the first step of a run: leave out --resume"
-        )
+        raise ValueError("--dry-run tries the first step of a run: leave out --resume")
     if args.overwrite:
         require_outside(directory, {"the recipe": recipe})
 
