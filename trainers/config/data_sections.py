@@ -41,6 +41,8 @@ class ArithmeticSection(RecipeSection):
     """Number of evaluation examples; their sums never occur in training."""
     incomplete_targets: BelowOne = 0.0
     """Share of the worked examples that stop too early in what the warm start imitates."""
+    spaces: bool = False
+    """Write 3 + 5 = in place of 3+5=."""
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
@@ -109,7 +111,7 @@ class DataSection(RecipeSection):
     """Field that holds the reference answer, which is also the warm start's target: text or a
     number; a dotted name (reward_model.ground_truth) goes into objects; null = there is none."""
     prompt_template: str = "{prompt}"
-    """The text given to the model; `{prompt}` stands for the prompt field."""
+    """The text given to the model; `{prompt}` stands for the prompt field, or a task's prompt."""
     chat_template: bool = False
     """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
     messages (objects with role and content), or of the text as one message of the user."""

@@ -164,13 +164,17 @@ class ConsistencySection(RecipeSection):
     stock sum: rollout still equals training, but the weights depend on their number."""
     gradient_check_every: CountOrZero = 0
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
-    gradient_check_sequences: Count | None = None
+    gradient_check_sequences: Count | None = 8
     """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
     value_check_every: CountOrZero = 0
     """Recompute the critic's values under another grouping every this many steps; 0 = never. Only
     in PPO."""
     shadow_every: CountOrZero = 0
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
+    shadow_budget: Count | None = 256
+    """Most tokens that the stock path decodes one after another in a step, 64 completions at a
+    time: as many batches of the step's first completions as that allows, of longer completions the
+    beginning; null = all, which takes minutes."""
     on_drift: Literal["raise", "warn", "record"] = "raise"
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""

@@ -165,9 +165,10 @@ class _Read:
 
 def _sums(config: RunConfig, split: Split, size: int) -> _Read:
     assert config.data.task is not None
-    given = {"num_terms", "max_value", "incomplete_targets"}
-    sizes = config.data.task.model_dump(include=given)
-    return _Read([problems(config.run.seed, split, size, **sizes)])
+    sizes = config.data.task.model_dump(exclude={"name", "train_size", "eval_size"})
+    made = problems(config.run.seed, split, size, **sizes)
+    texts = [config.data.prompt_template.replace("{prompt}", example.prompt) for example in made]
+    return _Read([[replace(e, prompt=text) for e, text in zip(made, texts, strict=True)]])
 
 
 def _read(config: RunConfig) -> _Read:
