@@ -27,6 +27,7 @@ def group_advantages(
     grpo:    (reward - mean) / (std + eps), std the *sample* one (divisor group_size - 1)
     dr_grpo: reward - mean
 
+    A NaN is no reward: its advantage is 0, and mean and std are those of the others.
     A group whose rewards are all equal gets exactly 0. Example: rewards 1, 0 in a group of two have
     mean 0.5 and sample std sqrt(0.5); dr_grpo gives +0.5 and -0.5, grpo +0.7070 and -0.7070.
 
@@ -42,12 +43,13 @@ def group_advantages(
     advantages: list[float] = []
     for first in range(0, len(values), group_size):
         group = values[first : first + group_size]
-        mean = math.fsum(group) / len(group)
+        rewarded = [value for value in group if not math.isnan(value)] or [0.0]
+        mean = math.fsum(rewarded) / len(rewarded)
         # The rounded mean of equal numbers need not be that number; no residue may be a signal.
-        equal = min(group) == max(group)
-        centered = [0.0 if equal else value - mean for value in group]
+        equal = min(rewarded) == max(rewarded)
+        centered = [0.0 if equal or math.isnan(value) else value - mean for value in group]
         if kind == "grpo" and not equal:
-            std = math.sqrt(math.fsum(value * value for value in centered) / (group_size - 1))
+            std = math.sqrt(math.fsum(value * value for value in centered) / (len(rewarded) - 1))
             centered = [value / (std + eps) for value in centered]
         advantages += centered
     return torch.tensor(advantages, dtype=torch.float32)

@@ -55,7 +55,10 @@ reward/equal_group_fraction  last  in GRPO, share of groups whose rewards are al
     advantages are 0
 reward/kl  last  in PPO, mean over completions of their log-ratio to the reference
 reward/*  last  mean of one reward function, by its name, before its weight
-eval/reward  max  mean reward of greedy completions of the evaluation set
+eval/reward  max  mean reward of the evaluation set's completions, greedy ones unless
+    `training.eval_sampling` says otherwise; without an unnamed set the mean over the named ones
+eval/*  max  pass_at_K: share of the set's examples that one of K completions solves, without bias;
+    NAME/reward and NAME/pass_at_K: of the set NAME of `data.eval_sets`
 warm_start/loss  last  loss of the last supervised step before the first rollout
 """),
     "Prompts and completions": _table("""

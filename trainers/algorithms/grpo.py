@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -36,8 +36,9 @@ from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.algorithms.experience import Experience, rollout_metrics, samples_of
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.examples import DataOrder, Example
+from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.evaluation import evaluation_metrics, sampling_of
 from rl_consistency.trainers.hooks import ConsistencyHook, Metrics, regrouped
 from rl_consistency.trainers.losses import (
     L,
@@ -51,7 +52,12 @@ from rl_consistency.trainers.losses import (
     with_balance,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.rewards import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    compute_rewards,
+)
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 
@@ -71,7 +77,8 @@ class GRPOTrainer:
     ranks: Strategy
     config: RunConfig
     train: PromptSet
-    evaluation: PromptSet | None
+    evaluations: Mapping[str, PromptSet]
+    """By name; the set named "" is that of the recipe's task or eval_path."""
     rewards: Sequence[RewardFunction]
     hook: ConsistencyHook
     reference: Any = None
@@ -87,7 +94,7 @@ class GRPOTrainer:
     def __post_init__(self) -> None:
         config, size = self.config, self.config.rollout.prompts_per_step
         self._sampling = config.sampling
-        self._order = DataOrder(len(self.train.prompts), size, config.run.seed, config.data.shuffle)
+        self._order = self.train.order(size, config.run.seed, config.data.shuffle)
         shape = {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient"}
         self._loss_settings = config.algorithm.model_dump(include=shape)
         batch = size * self._sampling.n
@@ -131,18 +138,25 @@ class GRPOTrainer:
         metrics["tokens_per_second"] = tokens / metrics["time/step_seconds"]
         return metrics
 
-    def evaluate(self) -> Metrics:
-        """Mean reward of one greedy completion per evaluation example; {} without a set."""
-        if self.evaluation is None:
-            return {}
-        there = len(self.evaluation.prompts)
-        limit = min(self.config.training.eval_samples or there, there)
-        greedy = replace(self._sampling, n=1, temperature=0.0)
-        own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
-        drawn = self._draw(self.evaluation, list(own), greedy, list(own))
-        completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
-        rewards = self._rewards(self.evaluation.examples[:limit], completions)
-        return {"eval/reward": fmean(rewards.total)}
+    def evaluate(self, step: int = 0) -> Metrics:
+        """Metrics of each evaluation set after `step`: mean reward, pass@k. Without an unnamed set
+        eval/reward is the mean over the named ones; {} without a set."""
+        metrics: Metrics = {}
+        for name, prompts in self.evaluations.items():
+            there, sampling = len(prompts.prompts), sampling_of(self.config, name, step)
+            limit, n = min(self.config.training.eval_samples or there, there), sampling.n
+            own = list(cut(limit, self.ranks.world.size)[self.ranks.world.rank])
+            drawn = self._draw(prompts, own, sampling, own)
+            found = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
+            completions = self.ranks.shared("evaluation", found)
+            examples = [e for e in prompts.examples[:limit] for _ in range(n)]
+            rewards = self._rewards(examples, completions)
+            metrics |= evaluation_metrics(self.config, name, rewards.total)
+        if self.evaluations and "" not in self.evaluations:
+            keys = (f"eval/{name}/reward" for name in self.evaluations)
+            if each := [float(metrics[key]) for key in keys if key in metrics]:
+                metrics["eval/reward"] = fmean(each)
+        return metrics
 
     def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
         """The place in the training set of each sample's prompt, and the samples."""
@@ -463,5 +477,4 @@ def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
     """Settings of the cache, as `cache_shape` takes them."""
     rollout, sampling = config.rollout, config.sampling
     most = min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n)
-    longest = config.data.max_prompt_tokens + sampling.max_tokens
-    return rollout.kv_block_size, rollout.num_kv_blocks, most, longest
+    return rollout.kv_block_size, rollout.num_kv_blocks, most, config.longest_sequence

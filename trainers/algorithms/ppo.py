@@ -29,6 +29,7 @@ from rl_consistency.trainers.algorithms.experience import Experience
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, backward_passes, in_groups
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
+from rl_consistency.trainers.rewards import RewardError
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""
@@ -63,6 +64,11 @@ class PPOTrainer(GRPOTrainer):
         if (reference := experience.reference_logprobs) is not None:
             pairs = zip(experience.logprobs, reference, strict=True)
             kl = [(a.double() - b.cpu().double()).tolist() for a, b in pairs]
+        if bool(rewards.isnan().any()):
+            raise RewardError(
+                "all reward functions returned None for a completion, and PPO needs the reward of "
+                "each: let one function score them all, or set algorithm.name to grpo"
+            )
         coefficient = self.config.algorithm.kl_coefficient
         given = [part.tolist() for part in values]
         factors = {"gamma": self._ppo.gamma, "gae_lambda": self._ppo.gae_lambda}
