@@ -80,7 +80,10 @@ class EngineGeneration(TrainerCallback):
             self._engine, self._room = None, room  # no two caches at a time
             eos = getattr(self.trainer, "eos_token_ids", None)
             eos = self.trainer.processing_class.eos_token_id if eos is None else eos
-            sizes = {"max_num_seqs": min(room[0], MAX_NUM_SEQS), "tokens_per_sequence": room[1]}
+            sizes: dict[str, Any] = {
+                "max_num_seqs": min(room[0], MAX_NUM_SEQS),
+                "tokens_per_sequence": room[1],
+            }
             self._engine = RolloutEngine(
                 self.policy,
                 eos_token_id=eos,

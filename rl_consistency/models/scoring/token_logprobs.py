@@ -264,4 +264,4 @@ def label_logprobs(
             head = lm_head_weight(policy).mean(dim=0, dtype=torch.float32)
             means = hidden[rows.kept].float() @ head
         means = means.new_zeros(mask.shape).masked_scatter(mask, means)
-    return LabelLogprobs(logprobs, entropy, mask, hits, *(routing or [None]), means)
+    return LabelLogprobs(logprobs, entropy, mask, hits, *routing, mean_logits=means)
