@@ -57,7 +57,9 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
         "run": {"output_dir": directory},
         "warm_start": {"steps": min(config.warm_start.steps, 1)},
         "rollout": {"sampling": replace(config.rollout.sampling, max_tokens=most)},
-        "algorithm": {"epochs_per_rollout": 1, "overlong_buffer": buffer},
+        "algorithm": {
+            **{"epochs_per_rollout": 1, "overlong_buffer": buffer, "dynamic_sampling": None}
+        },
         "optimizer": {"warmup_steps": 0},
         "training": {"steps": 1, "eval_samples": 1},
     }

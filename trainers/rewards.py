@@ -240,6 +240,16 @@ class Rewards:
     """Weighted sum per completion, added in the order of the functions."""
     by_function: dict[str, list[float]]
 
+    def taken(self, samples: Sequence[int]) -> Rewards:
+        """Those of these completions, in this order."""
+        found = {name: [each[i] for i in samples] for name, each in self.by_function.items()}
+        return Rewards([self.total[i] for i in samples], found)
+
+    def followed_by(self, other: Rewards) -> Rewards:
+        """These, and those of further completions."""
+        found = {name: each + other.by_function[name] for name, each in self.by_function.items()}
+        return Rewards(self.total + other.total, found)
+
 
 def compute_rewards(
     functions: Sequence[RewardFunction],

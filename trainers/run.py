@@ -262,6 +262,7 @@ class _Run:
         self._assemble(checkpoint)
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
+        self.trainer.extra_rounds = checkpoint.extra["extra_rounds"]
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
         restore(checkpoint.extra["random_state"])
@@ -323,7 +324,11 @@ class _Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of now, beside weights and optimizers."""
-        return {"random_state": capture(), "totals": self.hook.state_dict()}
+        return {
+            "random_state": capture(),
+            "totals": self.hook.state_dict(),
+            "extra_rounds": self.trainer.extra_rounds,
+        }
 
     def save(self, step: int, end: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
@@ -332,6 +337,7 @@ class _Run:
         tensors |= self.critic.saved() if self.critic else {}
         extra = {
             "random_state": end["random_state"],
+            "extra_rounds": end["extra_rounds"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,

@@ -11,7 +11,10 @@ Jordan et al., Muon (2024), and Liu et al., its rate for matrices (2502.16982).
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,11 +39,22 @@ def build_optimizer(section: OptimizerSection, groups: Groups) -> torch.optim.Op
     settings: dict[str, Any] = {"lr": section.learning_rate}
     settings |= {"betas": section.betas, "eps": section.eps}
     if section.name == "adamw_8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(given, **settings)
+        return _bitsandbytes().optim.AdamW8bit(given, **settings)
     fused = all(master.is_cuda for group, _ in groups for master in group.values())
     return torch.optim.AdamW(given, **settings, foreach=False, fused=fused)
+
+
+def _bitsandbytes() -> Any:
+    """The library without the kernels that it fetches from a hub where `kernels` is installed."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of their lack
+    there = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        return import_module("bitsandbytes")
+    finally:
+        del sys.modules["kernels"]
+        if there is not None:
+            sys.modules["kernels"] = there
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

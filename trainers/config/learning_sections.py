@@ -187,10 +187,9 @@ class AlgorithmSection(RecipeSection):
         named = NAMED.get(name, {}) if isinstance(name, str) else {}
         for key in ("advantage", "loss"):
             if key in named and given.get(key, named[key]) != named[key]:
-                remedy = f"leave {key} out, or give name: grpo"
-                raise ValueError(
-                    f"name {name} stands for {key}: {named[key]}, got {given[key]}: {remedy}"
-                )
+                remedy = f"set {key} to {named[key]} too, or leave the name out"
+                stands = f"name {name} stands for {key}: {named[key]}"
+                raise ValueError(f"{stands}, but {key} is {given[key]}: {remedy}")
         given = {**named, **given, **({"name": "grpo"} if named else {})}
         loss = given.get("loss")
         if form := LOSSES.get(loss) if isinstance(loss, str) else None:  # pyright: ignore[reportArgumentType]
