@@ -30,6 +30,7 @@ def group_advantages(
     dr_grpo: reward - mean
     rloo:    reward - mean of the others (leave one out; Ahmadian et al., arXiv 2402.14740)
 
+    A NaN is no reward: its advantage is 0, and mean and std are those of the others.
     A group whose rewards are all equal gets exactly 0. Example: rewards 1, 0 in a group of two have
     mean 0.5 and sample std sqrt(0.5); dr_grpo gives +0.5 and -0.5, grpo +0.7070 and -0.7070, rloo
     +1 and -1.
@@ -53,19 +54,27 @@ def _centred(
     advantages: list[float] = []
     for first in range(0, len(values), group_size):
         group = values[first : first + group_size]
-        mean = math.fsum(group) / len(group)
+        rewarded = [value for value in group if not math.isnan(value)] or [0.0]
+        mean = math.fsum(rewarded) / len(rewarded)
         # The rounded mean of equal numbers need not be that number; no residue may be a signal.
-        equal = min(group) == max(group)
-        centered = [0.0 if equal else value - mean for value in group]
+        equal = min(rewarded) == max(rewarded)
+        centered = [0.0 if equal or math.isnan(value) else value - mean for value in group]
         if kind == "rloo" and not equal:
-            others = (group[:i] + group[i + 1 :] for i in range(group_size))
-            baselines = [math.fsum(rest) / (group_size - 1) for rest in others]
-            centered = [value - base for value, base in zip(group, baselines)]
+            others = [math.fsum([*rewarded, -value]) / (len(rewarded) - 1) for value in group]
+            pairs = zip(group, others)
+            centered = [0.0 if math.isnan(value) else value - mean for value, mean in pairs]
         if kind == "grpo" and not equal:
-            std = math.sqrt(math.fsum(value * value for value in centered) / (group_size - 1))
+            std = math.sqrt(math.fsum(value * value for value in centered) / (len(rewarded) - 1))
             centered = [value / (std + eps) for value in centered]
         advantages += centered
     return advantages
+
+
+def equal_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """bool [groups] from [S], True where all rewards but NaN are equal: advantages are then 0."""
+    groups = rewards.view(-1, group_size)
+    least, most = (torch.where(groups.isnan(), at, groups) for at in (math.inf, -math.inf))
+    return least.amin(dim=1) >= most.amax(dim=1)
 
 
 def token_advantages(

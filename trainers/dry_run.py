@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.trainers.algorithms.grpo import cache_bytes_of
+from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
 
 MOST_TOKENS = 16

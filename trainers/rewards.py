@@ -8,10 +8,11 @@ import difflib
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import nan
+from math import isnan, nan
 from numbers import Real
 from traceback import walk_tb
 from typing import Any, TypeGuard
@@ -24,7 +25,13 @@ from rl_consistency.trainers.config.sections import RewardSignature
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.data.prompts import PromptSet
-from rl_consistency.trainers.foreign_calls import LeftChanged, TimeIsUp, guarded, time_limit
+from rl_consistency.trainers.foreign_calls import (
+    LeftChanged,
+    TimeIsUp,
+    finished,
+    guarded,
+    time_limit,
+)
 from rl_consistency.trainers.interrupts import interrupts_heard
 
 Texts = Sequence[str]
@@ -237,8 +244,9 @@ class Rewards:
     """The rewards of a batch of completions, unweighted by function name and in all."""
 
     total: list[float]
-    """Weighted sum per completion, added in the order of the functions."""
-    by_function: dict[str, list[float]]
+    """Weighted sum per completion, added in the order of the functions; NaN where none applied."""
+    by_function: dict[str, list[float | None]]
+    """None where a function did not apply."""
 
     def taken(self, samples: Sequence[int]) -> Rewards:
         """Those of these completions, in this order."""
@@ -264,20 +272,47 @@ def compute_rewards(
     `token_ids` are those of the completions, special tokens included. `timeout` is in seconds, of
     one call of a function.
 
+    A function may be `async`; functions are called one after another. Where one returns None it
+    does not apply, and the others are added. A completion to which none applies is warned of.
+
     RewardError, naming function and sample, when a function raises, takes too long, or does not
-    return one finite number within float32 for each completion.
+    return None or a finite number within float32 for each completion.
     """
     batch = _Batch(examples, completions, token_ids or [[]] * len(examples), timeout)
     total = [0.0] * len(completions)
-    by_function: dict[str, list[float]] = {}
+    by_function: dict[str, list[float | None]] = {}
     for term in functions:
         scores = _scores(term, batch)
         by_function[term.name] = scores
-        total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
+        pairs = zip(total, scores, strict=True)
+        total = [sum_ if score is None else sum_ + term.weight * score for sum_, score in pairs]
+    columns = zip(*by_function.values(), strict=True)
+    none = [i for i, scores in enumerate(columns) if all(score is None for score in scores)]
+    if none:
+        warnings.warn(
+            f"all reward functions returned None for {batch.sample(none[0])} ({len(none)} such "
+            "completions): it has no reward, and its advantage is 0",
+            stacklevel=2,
+        )
     if wrong := [i for i, value in enumerate(total) if not abs(value) <= LARGEST]:
         value, sample = total[wrong[0]], batch.sample(wrong[0])
         raise RewardError(f"the weighted rewards add up to {value} for {sample}")
+    total = [nan if i in none else value for i, value in enumerate(total)]
     return Rewards(total, by_function)
+
+
+def require_rewards(rewards: Tensor, algorithm: str) -> None:
+    """RewardError where a completion has none, which only a comparison in groups can leave out."""
+    if bool(rewards.isnan().any()):
+        raise RewardError(
+            f"all reward functions returned None for a completion, and {algorithm} needs the "
+            "reward of each: let one function score them all, or set algorithm.advantage to grpo"
+        )
+
+
+def known(scores: Sequence[float | None]) -> list[float]:
+    """The scores of those that have one."""
+    return [score for score in scores if score is not None and not isnan(score)]
 
 
 @dataclass(frozen=True)
@@ -293,10 +328,11 @@ class _Batch:
         return f"sample {index}, example {self.examples[index].id}, completion {text:.80}"
 
 
-def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
+def _scores(term: RewardFunction, batch: _Batch) -> list[float | None]:
     scores, error = _call(term, batch)
     count = len(batch.completions)
-    numbers = [_number(score) for score in scores] if type(scores) is list else []
+    given = scores if type(scores) is list else []
+    numbers = [None if score is None else _number(score) for score in given]
     if isinstance(error, TimeIsUp):
         limit = f"{batch.timeout:g} s for {count} completions (reward.timeout)"
         problem = f"took longer than {limit}{term.place_of(error)}: raise it or give up earlier"
@@ -311,9 +347,9 @@ def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
     elif len(scores) != count:
         first = f"sample {min(len(scores), count)} is the first unmatched one"
         problem = f"returned {len(scores)} scores for {count} completions: {first}"
-    elif wrong := [i for i, number in enumerate(numbers) if not abs(number) <= LARGEST]:
+    elif wrong := [i for i, n in enumerate(numbers) if n is not None and not abs(n) <= LARGEST]:
         value, sample = shown(scores[wrong[0]]), batch.sample(wrong[0])
-        problem = f"returned {value:.60}, not a finite float32, for {sample}"
+        problem = f"returned {value:.60}, not a finite float32 or None, for {sample}"
     else:
         return numbers
     raise RewardError(f"reward function {term.name!r} {problem}") from error
@@ -342,7 +378,7 @@ def _call(term: RewardFunction, batch: _Batch) -> tuple[Any, BaseException | Non
     given = term.arguments(batch.examples, batch.completions, batch.token_ids)
     try:
         with interrupts_heard(), time_limit(batch.timeout), guarded():
-            scores = term.function(**given)
+            scores = finished(term.function(**given))
             if isinstance(scores, list | tuple):
                 scores = list(scores)
             elif _is_array(scores) and len(scores.shape) == 1:

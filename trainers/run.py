@@ -20,13 +20,14 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
-from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
+from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.foreign_calls import end_a_stray
-from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.hooks import ConsistencyHook, slow_checks
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
     check_machine,
@@ -88,7 +89,9 @@ from rl_consistency.trainers.tracking import (
 from rl_consistency.trainers.warm_start import warm_start
 
 EQUAL, SKIPPED = "reward/equal_group_fraction", "policy/skipped_updates"
-HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "on_drift"}
+HOOK_SETTINGS = {
+    *("gradient_check_every", "value_check_every", "shadow_every", "shadow_budget", "on_drift")
+}
 
 
 def quiet(line: str) -> None:
@@ -292,6 +295,8 @@ class _Run:
             if every and (step % every == 0 or last):
                 metrics |= self._evaluate()
         self.no_signal.look(step, metrics)
+        for told in slow_checks(metrics) if step == 1 else ():
+            self.announce(f"step {step}: {told}")
         return metrics
 
     def _evaluate(self) -> dict[str, Any]:
@@ -393,6 +398,7 @@ class _Run:
             decode=tokenizer.decode,
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
+            progress=self.progress.tell,
         )
         trainer = partial(PPOTrainer, critic=self.critic) if self.critic else GRPOTrainer
         self.trainer = trainer(

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pydantic import ValidationError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -28,6 +30,7 @@ from rl_consistency.parity.drift_monitor import Mismatch
 from rl_consistency.parity.histograms import split_counts
 from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.rollout.progress import shown_rate
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.interrupts import Ending
@@ -129,7 +132,7 @@ _COLUMNS = (
     _Column("reward", "reward/mean", "{:.3f}".format, lambda _: "bold"),
     _Column("eval", "eval/reward", "{:.3f}".format),
     _Column("loss", "loss", "{:+.4f}".format),
-    _Column("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    _Column("tokens/s", "tokens_per_second", shown_rate),
     _Column("mismatched", "consistency/mismatched_tokens", "{:,.0f}".format, _verdict),
     _Column("stock mismatch", "stock/mismatch_fraction", "{:.1%}".format, lambda _: "yellow"),
     _Column(
@@ -204,9 +207,11 @@ class ConsoleTable:
             # auto_refresh would start a thread, and draw frames between two steps.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        table = Table(border_style="dim", header_style="bold", caption=self._progress or None)
+        table = Table(box=SIMPLE_HEAD, border_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+        table.caption = self._progress or None
         for header in _HEADERS:
-            table.add_column(header, justify="right")
+            # Of two lines where it has two words: 80 columns hold all.
+            table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
         for row in self._recent:
             table.add_row(*row)
         self._live.update(table, refresh=True)
@@ -228,9 +233,12 @@ def check_wandb(section: WandbSection | None, warn: Say) -> WandbSection | None:
     if problem is None and section.mode == "online":
         import wandb
 
-        problem = NO_KEY
-        with suppress(wandb.Error):
+        try:
             problem = None if wandb.login() else NO_KEY
+        except wandb.Error:
+            problem = NO_KEY
+        except ValueError as error:  # of wandb's settings
+            problem = _in_a_line(error)
     if problem is not None:
         warn(WITHOUT.format(problem))
     return section if problem is None else None
@@ -281,7 +289,7 @@ class WandbTracker:
             for key, metric in all_metrics():
                 self._run.define_metric(key, summary=metric.standing)
 
-        self._attempt(begin)
+        self._attempt(begin, ValueError)  # also of an environment that wandb cannot read
 
     def log(self, step: int, metrics: Metrics) -> None:
         mismatch = self._take_mismatch()
@@ -305,13 +313,24 @@ class WandbTracker:
         if mismatch is not None and mismatch.bundle is not None:
             log_file(run, mismatch.bundle / LOCALIZATION, "localization")
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    def _attempt(self, action: Callable[[], object], *others: type[Exception]) -> None:
         """Do it, or leave wandb alone from here on."""
         try:
             action()
-        except self._failures as error:
+        except (*self._failures, *others) as error:
             self._run = None
-            self._warn(WITHOUT.format(str(error) or type(error).__name__))
+            self._warn(WITHOUT.format(_in_a_line(error)))
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error of wandb says; of its settings each problem."""
+    if isinstance(error, ValidationError):
+        each = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.40}"
+            for e in error.errors(include_url=False)
+        ]
+        return f"its settings, see the WANDB_ variables: {'; '.join(each)}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def trackers_of(run: Any, wandb: WandbSection | None) -> list[Any]:

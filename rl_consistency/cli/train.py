@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_consistency.cli.console import start_up
+from rl_consistency.cli.console import print_whole, start_up
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package."""
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     announce = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     directory = config.run.output_dir
+    if args.dry_run and args.resume:
+        raise ValueError("--dry-run tries the first step of a run: leave out --resume")
     if args.overwrite:
         require_outside(directory, {"the recipe": recipe})
 
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         leave()
     if args.dry_run:
         return 0
-    console.print(summary_table(summary))
+    print_whole(console, summary_table(summary))
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
@@ -127,7 +130,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """The first imports of a process: no collection looks at what they make, then or later."""
+    """The first imports of a process: no collection looks at what they make, until its end.
+
+    There the interpreter collects them; nanobind lists in 30 lines what Triton has left.
+    """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # what else is in memory by now may be garbage one day
         return
@@ -136,4 +142,5 @@ def uncollected_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)
         gc.enable()

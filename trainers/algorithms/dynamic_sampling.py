@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_consistency.rollout.completion import Completion
+from rl_consistency.trainers.advantages import equal_groups
 from rl_consistency.trainers.hooks import Metrics
-from rl_consistency.trainers.rewards import Rewards
+from rl_consistency.trainers.rewards import Rewards, known
 
 
 class Drawn(NamedTuple):
@@ -61,8 +62,7 @@ def fill_batch(
     while rounds < max_rounds and len(kept) < groups:
         new = draw(rounds)
         rounds, drawn = rounds + 1, new if drawn is None else drawn.followed_by(new)
-        of_groups = drawn.shaped.view(-1, group_size)
-        same = (of_groups == of_groups[:, :1]).all(dim=1).tolist()
+        same = equal_groups(drawn.shaped, group_size).tolist()
         kept = [group for group, is_equal in enumerate(same) if not is_equal]
         equal = [group for group, is_equal in enumerate(same) if is_equal]
     assert drawn is not None
@@ -73,6 +73,7 @@ def fill_batch(
         "dynamic_sampling/rounds": rounds,
         "dynamic_sampling/dropped_groups": len(equal) - missing,
         "dynamic_sampling/filled_groups": missing,
-        "dynamic_sampling/reward_mean": fmean(drawn.rewards.total),
     }
+    if rewards := known(drawn.rewards.total):
+        metrics["dynamic_sampling/reward_mean"] = fmean(rewards)
     return drawn.taken(samples), rounds, metrics

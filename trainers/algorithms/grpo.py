@@ -8,7 +8,6 @@ Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,15 +27,20 @@ from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_lo
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.gradients import GradientReport
-from rl_consistency.rollout.block_manager import cache_shape
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty, token_advantages
+from rl_consistency.trainers.advantages import (
+    equal_groups,
+    overlong_mask,
+    overlong_penalty,
+    token_advantages,
+)
 from rl_consistency.trainers.algorithms.dynamic_sampling import Drawn, fill_batch
 from rl_consistency.trainers.algorithms.experience import Experience, rollout_metrics, samples_of
 from rl_consistency.trainers.algorithms.passes import backward_passes, in_groups
+from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet
@@ -53,8 +57,14 @@ from rl_consistency.trainers.losses import (
     with_balance,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.rewards import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    compute_rewards,
+    known,
+    require_rewards,
+)
 from rl_consistency.trainers.strategies.strategy import Strategy
 
 
@@ -151,7 +161,7 @@ class GRPOTrainer:
         drawn = self._draw(self.evaluation, list(own), greedy, list(own))
         completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
         rewards = self._rewards(self.evaluation.examples[:limit], completions)
-        return {"eval/reward": fmean(rewards.total)}
+        return {"eval/reward": fmean(scored)} if (scored := known(rewards.total)) else {}
 
     def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
         """The place in the training set of each sample's prompt, and the samples."""
@@ -259,6 +269,8 @@ class GRPOTrainer:
     def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
         """Give each token its advantage, from the rewards [S] fp64 of the samples."""
         algorithm, n = self.config.algorithm, self._sampling.n
+        if algorithm.advantage.startswith("reinforce"):
+            require_rewards(rewards, algorithm.advantage)
         kl = experience.kl() if algorithm.kl_in_reward else None
         experience.advantages = token_advantages(
             algorithm.advantage,
@@ -269,10 +281,8 @@ class GRPOTrainer:
             coefficient=algorithm.kl_coefficient,
         )
         # Without groups equal rewards of all samples are what teaches nothing.
-        groups = rewards.view(
-            -1, n if algorithm.advantage != "reinforce_plus_plus" else len(rewards)
-        )
-        equal = (groups == groups[:, :1]).all(dim=1)
+        size = len(rewards) if algorithm.advantage == "reinforce_plus_plus" else n
+        equal = equal_groups(rewards, size)
         metrics: Metrics = {"reward/equal_group_fraction": float(equal.double().mean())}
         if kl is not None:
             metrics["reward/kl"] = fmean(sum(part) for part in kl)
@@ -449,42 +459,3 @@ class GRPOTrainer:
         started = finished_seconds(self.model.device)
         yield
         self._times[name] += finished_seconds(self.model.device) - started
-
-
-ENGINE_METRICS = (
-    *("prefill_tokens_per_second", "decode_tokens_per_second", "mean_seconds_to_first_token"),
-    *("host_seconds_per_step", "peak_kv_share", "prefix_hit_tokens", "preemptions"),
-    "acceptance_rate",
-)
-"""Fields of the engine's statistics that are logged with a step."""
-
-
-def engine_of(config: RunConfig, model: Any, tokenizer: Any) -> RolloutEngine:
-    """The rollout engine around a patched model, with room for a step of the recipe."""
-    rollout = config.rollout
-    block_size, num_blocks, max_num_seqs, tokens_per_sequence = _cache_settings(config)
-    return RolloutEngine(
-        model,
-        eos_token_id=eos_token_ids(model, tokenizer),
-        kv_block_size=block_size,
-        num_kv_blocks=num_blocks,
-        max_batch_tokens=rollout.max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=rollout.prefill_chunk_size,
-        enable_prefix_sharing=rollout.prefix_sharing,
-        tokens_per_sequence=tokens_per_sequence,
-        cuda_graphs=rollout.cuda_graphs,
-    )
-
-
-def cache_bytes_of(config: RunConfig, model: Any) -> int:
-    """Bytes of the KV cache of the engine that `engine_of` would make now."""
-    return math.prod(cache_shape(model, *_cache_settings(config))) * model.dtype.itemsize
-
-
-def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
-    """Settings of the cache, as `cache_shape` takes them."""
-    rollout, sampling = config.rollout, config.sampling
-    most = min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n)
-    longest = config.data.max_prompt_tokens + sampling.max_tokens
-    return rollout.kv_block_size, rollout.num_kv_blocks, most, longest

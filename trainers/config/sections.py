@@ -148,13 +148,17 @@ class ConsistencySection(RecipeSection):
     stock sum: rollout still equals training, but the weights depend on their number."""
     gradient_check_every: CountOrZero = 0
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
-    gradient_check_sequences: Count | None = None
+    gradient_check_sequences: Count | None = 8
     """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
     value_check_every: CountOrZero = 0
     """Recompute the critic's values under another grouping every this many steps; 0 = never. Only
     in PPO."""
     shadow_every: CountOrZero = 0
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
+    shadow_budget: Count | None = 256
+    """Most tokens that the stock path decodes one after another in a step, 64 completions at a
+    time: as many batches of the step's first completions as that allows, of longer completions the
+    beginning; null = all, which takes minutes."""
     on_drift: Literal["raise", "warn", "record"] = "raise"
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""
@@ -299,6 +303,8 @@ class ArithmeticSection(RecipeSection):
     """Number of evaluation examples; their sums never occur in training."""
     incomplete_targets: BelowOne = 0.0
     """Share of the worked examples that stop too early in what the warm start imitates."""
+    spaces: bool = False
+    """Write 3 + 5 = in place of 3+5=."""
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:
@@ -322,7 +328,7 @@ class DataSection(RecipeSection):
     answer_field: Name = "answer"
     """Field of a line that holds the reference answer, which is also the warm start's target."""
     prompt_template: str = "{prompt}"
-    """The text given to the model; `{prompt}` stands for the prompt field."""
+    """The text given to the model; `{prompt}` stands for the prompt field, or a task's prompt."""
     chat_template: bool = False
     """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
     messages (objects with role and content), or of the text as one message of the user."""
@@ -364,7 +370,8 @@ class RewardFunctionSection(RecipeSection):
     """What the function is called with, all by name, beside the data's further fields. ours:
     prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
     them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
-    trainers do (no trainer_state, no None for a score)."""
+    trainers do (no trainer_state). It returns a number, or None where it does not apply, for each
+    completion, and may be async."""
 
 
 class RewardSection(RecipeSection):

@@ -204,9 +204,11 @@ def problem(
     num_terms: int,
     max_value: int,
     incomplete_targets: float = 0.0,
+    spaces: bool = False,
 ) -> Example:
     """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`, such as
-    prompt "3+5+2+8=", target "8,10,18", answer "18". A pure function of (seed, split, index).
+    prompt "3+5+2+8=", target "8,10,18", answer "18"; with `spaces` prompt "3 + 5 + 2 + 8 =". A pure
+    function of (seed, split, index).
 
     With probability `incomplete_targets` the target stops before its last running total. A policy
     that imitates such targets does so too; reinforcement learning, which rewards the final sum,
@@ -225,6 +227,8 @@ def problem(
     incomplete = (drawn >> 11) < incomplete_targets * 2.0**53
     shown = totals[: 1 + drawn % (len(totals) - 1)] if incomplete and len(totals) > 1 else totals
     target = ",".join(map(str, shown))
+    if spaces:
+        prompt = " + ".join(map(str, terms)) + " ="
     return Example(id=index, prompt=prompt, answer=str(totals[-1]), target=target)
 
 

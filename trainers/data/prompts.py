@@ -124,9 +124,14 @@ def _encoder(tokenizer: Any, vocab_size: int) -> Callable[[str], list[int]]:
 def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
     data = config.data
     if data.task is not None:
-        sizes = data.task.model_dump(include={"num_terms", "max_value", "incomplete_targets"})
+        sizes = data.task.model_dump(exclude={"name", "train_size", "eval_size"})
         make = partial(problems, config.run.seed, **sizes)
-        return make("train", data.task.train_size)[: data.limit], make("eval", data.task.eval_size)
+        made = make("train", data.task.train_size)[: data.limit], make("eval", data.task.eval_size)
+        for examples in made:
+            for index, example in enumerate(examples):
+                text = data.prompt_template.replace("{prompt}", example.prompt)
+                examples[index] = replace(example, prompt=text)
+        return made
     assert data.path is not None
     fields = data.model_dump(include={"prompt_field", "answer_field", "prompt_template"})
     read = partial(read_jsonl, **fields, conversations=data.chat_template)

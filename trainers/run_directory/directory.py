@@ -78,11 +78,10 @@ def check_directory(
         raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
     if known is not None and not resume:
         remedy = f"continue it with --resume, remove it with --overwrite, or {_OTHER}."
-        told = f"{directory} already holds a run; {remedy}"
-        if dry_run:
-            return told
+        if dry_run and not overwrite:
+            return f"{directory} holds a run, which a dry run leaves alone. To run: {remedy}"
         if not overwrite:
-            raise RunDirectoryError(told)
+            raise RunDirectoryError(f"{directory} already holds a run; {remedy}")
     if known is not None:
         with nullcontext() if held else locked(directory):  # a run at work changes its files
             _require_own_files(config, resume=resume)

@@ -37,7 +37,7 @@ no bit depends on them."""
 CHECKS = {
     "consistency": {
         *("gradient_check_every", "gradient_check_sequences", "value_check_every"),
-        *("shadow_every", "on_drift"),
+        *("shadow_every", "shadow_budget", "on_drift"),
     }
 }
 """What looks at a run and moves nothing in it."""

@@ -289,8 +289,8 @@ def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> 
             # The first measurement compiles kernels.
             speeds[name] = round(median(values[1:] or values), 1)
     return {
-        "reward/first": fmean(rewards[:ends]),
-        "reward/last": fmean(rewards[-ends:]),
+        "reward/first": fmean(rewards[:ends]) if rewards else None,
+        "reward/last": fmean(rewards[-ends:]) if rewards else None,
         "eval/first": evaluations[0],
         "eval/last": evaluations[-1],
         **totals,

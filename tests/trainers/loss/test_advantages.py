@@ -86,6 +86,14 @@ def test_equal_rewards_give_exactly_zero(kind, reward):
         assert group_advantages([reward] * size, size, kind=kind).tolist() == [0.0] * size
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_those_of_others(kind):
+    nan = math.nan
+    found = group_advantages([1.0, nan, 0.0, 2.0, nan, 3.0, nan, nan, *[nan] * 4], 4, kind=kind)
+    first, second = group_advantages([1.0, 0.0, 2.0], 3, kind=kind).split([1, 2])
+    assert found.tolist() == [*first.tolist(), 0.0, *second.tolist(), *[0.0] * 8]
+
+
 def test_a_group_is_blind_to_its_neighbours_and_to_the_order_within():
     rewards = torch.randn(24, generator=torch.Generator().manual_seed(0)).tolist()
     whole = group_advantages(rewards, 8)

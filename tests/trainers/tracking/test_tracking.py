@@ -3,6 +3,7 @@ import io
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -59,6 +60,20 @@ def test_a_terminal_gets_a_live_table_of_the_last_steps():
     assert "103" in last_frame and "102" in last_frame and "101" not in last_frame
     assert "passed" in last_frame
     table.close()
+
+
+@pytest.mark.parametrize("rate, shown", [(12345.6, "12,346"), (0.0432, "0.043"), (3.14, "3.1")])
+def test_eighty_columns_hold_every_word_of_the_live_table(rate, shown):
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    table = ConsoleTable(1000, console=out)
+    checked = {"consistency/gradient_check/without_gradient": True, "eval/reward": 0.125}
+    drifted = {"stock/mismatch_fraction": 1.0, "consistency/mismatched_tokens": 1234567}
+    table.log(1000, STEP | checked | drifted | {"tokens_per_second": rate})
+    table.close()
+    text = re.sub(r"\x1b\[\S*?[A-Za-z]", "", out.file.getvalue())
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    for word in ("1000/1000", "mismatched", "mismatch", "gradient", "1,234,567", shown):
+        assert word in text.split(), word
 
 
 class Recorder:
@@ -119,6 +134,22 @@ def test_online_without_a_key_a_run_is_warned_once_with_the_remedy(tmp_path, mon
     assert check_wandb(ONLINE, warned.append) is None
     (line,) = warned
     assert all(part in line for part in ("the run goes on", "WANDB_API_KEY", "offline"))
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_an_environment_that_wandb_cannot_read_costs_one_line(tmp_path, monkeypatch, online):
+    """`WANDB_MODE=`, say: pydantic refuses wandb's settings, which is no error of wandb."""
+    wandb = pytest.importorskip("wandb", reason="wandb is an optional extra")
+    warned = []
+    monkeypatch.setattr(wandb, "login" if online else "init", lambda **_: wandb.Settings(mode=""))
+    if online:
+        assert check_wandb(ONLINE, warned.append) is None
+    else:
+        tracker = WandbTracker("p", directory=tmp_path, warn=warned.append)
+        tracker.log(1, STEP)
+        tracker.close()
+    (line,) = warned
+    assert "the run goes on" in line and "got ''" in line and "\n" not in line
 
 
 def test_wandb_that_cannot_begin_costs_one_warning(tmp_path):
