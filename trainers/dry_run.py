@@ -75,13 +75,13 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
 
 def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
     config: RunConfig = run.config
-    prompts, evaluated = run.train_set.prompts, run.eval_set.prompts if run.eval_set else []
+    prompts, evaluated = run.train_set.prompts, [s.prompts for s in run.eval_sets.values()]
     samples = config.rollout.prompts_per_step * config.sampling.n
     rewards = [f"{term.name} {metrics[f'reward/{term.name}']:.4g}" for term in run.rewards]
     rollout, training = (metrics[f"time/{name}_seconds"] for name in ("rollout", "training"))
     return [
         f"data      {len(prompts)} prompts, the longest {max(map(len, prompts))} tokens; "
-        f"{len(evaluated)} for evaluation",
+        f"{sum(map(len, evaluated))} for evaluation",
         f"a step    {samples} completions of at most {config.sampling.max_tokens} tokens: rollout "
         f"{rollout:.1f} s, training {training:.1f} s",
         f"tokens    {metrics['consistency/mismatched_tokens']} of {metrics['consistency/tokens']} "

@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe import CanonicalMoEBlock
@@ -26,6 +25,7 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
+from rl_consistency.trainers.hub import model_directory
 from rl_consistency.trainers.policy_files import (
     PolicyError,
     check_config_file,
@@ -52,24 +52,24 @@ def load_policy(
     """The model of a recipe, on `device` in `policy.dtype`, and its tokenizer.
 
     A built model's weights are a function of its sizes and `seed`. The global random state stays as
-    it was. Only `policy.hub` downloads anything, and code that comes with a model is never run.
-    PolicyError or ValueError where model or tokenizer cannot be loaded.
+    it was. Only a name of the hub downloads anything, and code that comes with a model is never
+    run. PolicyError or ValueError where model or tokenizer cannot be loaded.
     """
-    if policy.path is not None:
-        read_config(policy.path)  # first: the tokenizer reads the same file, and would be blamed
-    source = policy.path or policy.hub
+    source = None if policy.source is None else model_directory(policy.source)[0]
+    if source is not None:
+        read_config(source)  # first: the tokenizer reads the same file, and would be blamed
     if tokenizer.kind == "byte":
         loaded = byte_tokenizer()
     elif source is None:
-        raise PolicyError("tokenizer.kind auto needs policy.path or policy.hub: use byte")
+        raise PolicyError("tokenizer.kind auto needs policy.path: use byte")
     else:
-        loaded = load_tokenizer(source, local=policy.path is not None)
+        loaded = load_tokenizer(source)
     dtype = DTYPES[policy.dtype]
     if policy.build is not None:
         model = build_model(policy.build, loaded, seed=seed, dtype=dtype)
     else:
         assert source is not None
-        model = read_model(source, dtype, local=policy.path is not None)
+        model = read_model(source, dtype)
     embedding: Any = model.get_input_embeddings()
     if len(loaded) > (rows := embedding.weight.shape[0]):
         problem = f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}"
@@ -168,30 +168,29 @@ def read_config(directory: Path) -> PreTrainedConfig:
         )
 
 
-def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:
-    """The model of a directory or, with `local=False`, of the hub, on the CPU.
+def read_model(
+    source: Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """The model of a directory, on the CPU; `kind` is the auto class that knows its head.
 
     PolicyError where its weights are damaged, do not fit its configuration, or are not finite.
     """
     with ExitStack() as stack:
         stack.enter_context(explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"))
-        if local and logging.is_progress_bar_enabled():  # before the first line of a run
+        if logging.is_progress_bar_enabled():  # before the first line of a run
             logging.disable_progress_bar()
             stack.callback(logging.enable_progress_bar)
         try:
-            files = check_weights(Path(source)) if local else {}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files = check_weights(source)
+            loaded: Any = kind.from_pretrained(
                 str(source),
                 dtype=dtype,
-                local_files_only=local,
+                local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, with the tensor's name
             )
-            if not local:
-                config_file: Any = cached_file(str(source), "config.json", local_files_only=True)
-                files = check_weights(Path(config_file).parent)
         except SafetensorError as error:
             problem = f"its weights are truncated or damaged ({error}): copy or download them again"
             raise PolicyError(f"{source}: {problem}") from error

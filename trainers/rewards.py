@@ -9,19 +9,25 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from math import isnan, nan
 from numbers import Real
+from pathlib import Path
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import numpy as np
 from torch import Tensor
 
+from rl_consistency.trainers.config.data_sections import (
+    Per,
+    RewardFunctionSection,
+    RewardSignature,
+)
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.config.sections import RewardSignature
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.data.prompts import PromptSet
@@ -33,6 +39,18 @@ from rl_consistency.trainers.foreign_calls import (
     time_limit,
 )
 from rl_consistency.trainers.interrupts import interrupts_heard
+from rl_consistency.trainers.reward_calls import (
+    ARGUMENTS,
+    OF_ONE,
+    all_scores,
+    named_arguments,
+    of_verl,
+    score_of,
+    source_digest,
+    takes_ids,
+    takes_one,
+)
+from rl_consistency.trainers.reward_files import FILE, load_file, module_name
 
 Texts = Sequence[str]
 
@@ -80,14 +98,6 @@ def reference_number(answer: str) -> Decimal:
     return number
 
 
-ARGUMENTS = {
-    "ours": frozenset({"prompts", "completions", "answers"}),
-    "trl": frozenset({"prompts", "completions", "completion_ids"}),
-}
-"""Signature -> the lists that every function of that signature is given. One of ours is given
-`completion_ids` too, where it names them or takes any argument."""
-
-
 class RewardError(ValueError):
     """A reward function that cannot be found or gave no usable score; names it and the sample."""
 
@@ -100,15 +110,31 @@ class RewardFunction:
     function: Callable[..., Any]
     weight: float = 1.0
     signature: RewardSignature = "ours"
-    answer_field: str = "answer"
-    """The name of the answer among the columns of signature trl."""
+    answer_field: str | None = "answer"
+    """The name of the answer among the columns of signature trl; None where there is none."""
+    per: Per = "batch"
+    """Of signature ours, whether it is called with lists or with one completion at a time."""
+    digest: str | None = None
+    """Of what decides on its scores, where that is no module's file."""
 
     def columns(self, fields: frozenset[str]) -> frozenset[str]:
         """The names of its arguments, where the data has these further fields."""
-        further = {"completion_ids"} if _takes_ids(self.function) else set[str]()
+        if self.signature == "verl":
+            return ARGUMENTS["verl"]
+        further = {"completion_ids"} if takes_ids(self.function) else set[str]()
         if self.signature == "trl":
-            further = {self.answer_field}
-        return ARGUMENTS[self.signature] | fields | further
+            further = {self.answer_field} if self.answer_field else set()
+        if self.per == "batch":
+            return ARGUMENTS[self.signature] | fields | further
+        ones = {OF_ONE[name] for name in ARGUMENTS["ours"]}
+        return named_arguments(ones | fields | further, self.function)
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Names that no field of the data may have."""
+        if self.signature == "verl":
+            return ARGUMENTS["ours"]  # the lists that its arguments are taken from
+        return self.columns(frozenset()) | (ARGUMENTS["ours"] if self.per == "sample" else set())
 
     def arguments(
         self,
@@ -125,69 +151,103 @@ class RewardFunction:
         prompts: list[Any] = [example.prompt for example in examples]
         answered: list[Any] = list(completions)
         ids = [list(part) for part in token_ids]
-        if self.signature == "ours":
+        if self.signature != "trl":
             given = {"prompts": prompts, "completions": answered, "answers": answers} | columns
-            return given | ({"completion_ids": ids} if _takes_ids(self.function) else {})
+            return given | ({"completion_ids": ids} if takes_ids(self.function) else {})
         for index, messages in enumerate(example.messages for example in examples):
             if messages is not None:
                 prompts[index] = [copy.deepcopy(dict(message)) for message in messages]
                 answered[index] = [{"role": "assistant", "content": completions[index]}]
         given = {"prompts": prompts, "completions": answered, "completion_ids": ids}
-        return given | columns | {self.answer_field: answers}
+        return given | columns | ({self.answer_field: answers} if self.answer_field else {})
+
+    def __call__(self, given: Mapping[str, list[Any]]) -> Any:
+        """What the function returns for the lists of `arguments`; of one that is called with one
+        completion at a time a list, to be awaited where the function is async."""
+        if self.per == "batch" and self.signature != "verl":
+            return self.function(**given)
+        each = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+        if self.signature == "verl":
+            found = [self.function(**of_verl(one)) for one in each]
+        else:
+            ones = [{OF_ONE.get(name, name): one[name] for name in one} for one in each]
+            names = named_arguments(set(ones[0]) if ones else set(), self.function)
+            found = [self.function(**{name: one[name] for name in names}) for one in ones]
+        if any(map(inspect.isawaitable, found)):
+            return all_scores(found)
+        return [score_of(value) for value in found]
 
     def place_of(self, error: BaseException) -> str:
         """`, at FILE, line N` of what the user wrote, where the function raised; else ""."""
         if self.name in BUILT_IN:
             return ""
-        named = self.name.partition(":")[0], getattr(self.function, "__module__", None)
+        named = module_name(self.name), getattr(self.function, "__module__", None)
         return _place(error, *(module for module in named if isinstance(module, str)))
 
 
-def _takes_ids(function: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `completion_ids`, or takes any."""
-    try:
-        found = inspect.signature(function).parameters
-    except ValueError:
-        return False  # written in C
-    return "completion_ids" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """The reward function of that name: built in, or `package.module:function`."""
+def resolve(name: str, folder: Path | None = None) -> Callable[..., Any]:
+    """The reward function of that name: built in, `package.module:function`, or `file.py:function`
+    with a file relative to `folder` or, if it is not there, to the working directory."""
     if ":" not in name:
         if name in BUILT_IN:
             return BUILT_IN[name]
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         known = f"Built in are {', '.join(BUILT_IN)}; your own is named package.module:function"
+        known += " or file.py:function"
         raise RewardError(f"unknown reward function {name!r}: {hint}{known}")
-    module_name, _, attribute = name.partition(":")
+    source, _, attribute = name.rpartition(":")
     try:
         with interrupts_heard(), guarded():
-            module = importlib.import_module(module_name)
+            if FILE.fullmatch(name):
+                module = load_file(name, [*([folder] if folder else []), Path.cwd()])
+            else:
+                module = importlib.import_module(source)
             function = getattr(module, attribute, None)
     except BaseException as error:  # the module is others' code, as in _call
         if not isinstance(error, KeyboardInterrupt):
-            problem = f"reward function {name!r}: cannot import {module_name!r}: {one_line(error)}"
-            problem += _place(error, module_name)
-            missing = isinstance(error, ImportError)
+            problem = f"reward function {name!r}: cannot import {source!r}: {one_line(error)}"
+            problem += _place(error, module_name(name))
+            missing = isinstance(error, ImportError) and not FILE.fullmatch(name)
             remedy = "; install it or put its folder on PYTHONPATH" if missing else ""
             raise RewardError(problem + remedy) from error
         raise
     if not callable(function):
-        raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
+        raise RewardError(f"reward function {name!r}: {source} has no function {attribute!r}")
     return function
 
 
-def fitting_rewards(config: RunConfig, *sets: PromptSet | None) -> list[RewardFunction]:
-    """The reward functions of a recipe; RewardError where one cannot be found or does not fit the
-    data of the sets (see `check_data`)."""
-    answer = config.data.answer_field
-    functions = [
-        RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)
-        for term in config.reward.functions
-    ]
-    for prompts in filter(None, sets):
+def _term(
+    config: RunConfig, section: RewardFunctionSection, given: Mapping[str, Callable[..., Any]]
+) -> RewardFunction:
+    """One term of the reward; `given` are functions by the names that they have in the recipe."""
+    name, answer, digest = section.key, config.data.answer_field, None
+    if section.model is not None:
+        from rl_consistency.trainers.reward_model import RewardModel
+
+        model = RewardModel(section.model, config.run.device)
+        return RewardFunction(name, model, section.weight, "trl", answer, digest=model.digest)
+    if name in given:
+        function = given[name]
+        digest = source_digest(function)
+    else:
+        function = resolve(name, config.reward.folder)
+        if answer is None and name in BUILT_IN:
+            problem = "compares with answers, and data.answer_field is null"
+            raise RewardError(f"reward function {name} {problem}: give a function of your own")
+    per = section.per or ("sample" if takes_one(function) else "batch")
+    return RewardFunction(name, function, section.weight, section.signature, answer, per, digest)
+
+
+def fitting_rewards(
+    config: RunConfig,
+    *sets: PromptSet,
+    given: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> list[RewardFunction]:
+    """The reward functions of a recipe, of which some are `given`, not named; RewardError where one
+    cannot be found or does not fit the data of the sets (see `check_data`)."""
+    functions = [_term(config, section, given) for section in config.reward.functions]
+    for prompts in sets:
         check_data(functions, prompts.examples)
     return functions
 
@@ -202,7 +262,7 @@ def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example])
     names = [frozenset(example.extra) for example in examples]
     everywhere, anywhere = frozenset.intersection(*names), frozenset.union(*names)
     for term in functions:
-        if taken := sorted(anywhere & term.columns(frozenset())):
+        if taken := sorted(anywhere & term.reserved):
             problem = "has the name of an argument that every reward function takes"
             raise RewardError(f"the data field {', '.join(taken)} {problem}: rename it in the data")
         for example in examples if term.function is gsm8k else ():
@@ -378,7 +438,7 @@ def _call(term: RewardFunction, batch: _Batch) -> tuple[Any, BaseException | Non
     given = term.arguments(batch.examples, batch.completions, batch.token_ids)
     try:
         with interrupts_heard(), time_limit(batch.timeout), guarded():
-            scores = finished(term.function(**given))
+            scores = finished(term(given))
             if isinstance(scores, list | tuple):
                 scores = list(scores)
             elif _is_array(scores) and len(scores.shape) == 1:

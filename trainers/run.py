@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 from uuid import uuid4
 
@@ -28,6 +29,7 @@ from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, o
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.foreign_calls import end_a_stray
 from rl_consistency.trainers.hooks import ConsistencyHook, slow_checks
+from rl_consistency.trainers.hub import model_directory
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
     check_machine,
@@ -107,6 +109,7 @@ def train(
     announce: Say = print,
     starting: Say = quiet,
     finish: Callable[[], None] = lambda: None,
+    rewards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
@@ -114,7 +117,8 @@ def train(
     the run was begun with, where its schedule does not end. `overwrite` removes the run that the
     directory already holds. `announce` is told, line by line, what goes on, and `starting` each
     phase before the first step, at last "". `finish` is called once the summary is written: the
-    trackers learn that the run failed if it raises, or on drift.
+    trackers learn that the run failed if it raises, or on drift. `rewards` are functions by the
+    names that they have in the recipe; a resumed run needs the same ones, by their source.
 
     `dry_run` checks everything, takes one small step, and returns its metrics. It leaves no file.
 
@@ -150,7 +154,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, starting if first else quiet)
+            run = _Run(config, announce, stack, world, starting if first else quiet, rewards)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
@@ -171,7 +175,13 @@ class _Run:
     """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
     def __init__(
-        self, config: RunConfig, announce: RunOutput, stack: ExitStack, world: World, starting: Say
+        self,
+        config: RunConfig,
+        announce: RunOutput,
+        stack: ExitStack,
+        world: World,
+        starting: Say,
+        rewards: Mapping[str, Callable[..., Any]],
     ):
         self.began, self.process = time.perf_counter(), os.getpid()
         self.config, self.directory = config, config.run.output_dir
@@ -180,10 +190,14 @@ class _Run:
         compiles, steps = config.run.device == "cuda", config.training.steps
         self.progress = progress = Progress(steps, compiles=compiles, starts=starting)
         check_canonical(config)
-        source = config.policy.path or config.policy.hub
+        policy, self.commits = config.policy, dict[str, str]()
+        if (source := policy.source) is not None:
+            directory, commit = model_directory(source)
+            policy = policy.model_copy(update={"path": directory, "hub": None})
+            self.commits |= {f"policy {source}": commit} if commit else {}
         progress.starts(f"loading the weights of {source}" if source else "building the policy")
         self.model, self.tokenizer = load_policy(
-            config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
+            policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         check_policy(config, self.model)
         if told := unread_sampling(self.model):
@@ -193,15 +207,18 @@ class _Run:
         progress.starts("reading the data")
         sizes = self.model.config
         limits = {"context_length": sizes.max_position_embeddings, "vocab_size": sizes.vocab_size}
-        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
-        if told := overlong_told(config, self.train_set, self.eval_set):
+        self.train_set, self.eval_sets = load_prompts(config, self.tokenizer, **limits)
+        for prompts in (self.train_set, *self.eval_sets.values()):
+            self.commits |= {f"data {name}": commit for name, commit in prompts.commits.items()}
+        if told := overlong_told(config, self.train_set, self.eval_sets):
             announce(told)
         if config.warm_start.steps:
             targets = encode_targets(self.train_set, self.tokenizer, **limits)
             batch = min(config.warm_start.batch_size, len(targets))
             config.consistency.gradient_leaves.parts(batch)
             self.warm_start_targets = targets
-        self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
+        evaluations = self.eval_sets.values()
+        self.rewards = fitting_rewards(config, self.train_set, *evaluations, given=rewards)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.reference_digest: str | None = None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
@@ -210,7 +227,7 @@ class _Run:
         if not current().stock:
             session.verify()
         self.fingerprint = fingerprint_of(config)
-        inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
+        inputs |= data_digests(self.train_set, self.eval_sets) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.resumed = float("nan"), False
         self.wandb_run_id = uuid4().hex[:8]
@@ -223,7 +240,7 @@ class _Run:
             if self.first:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self.stack.enter_context(locked(self.directory))
-                open_directory(self.config, overwrite=overwrite)
+                open_directory(self.config, overwrite=overwrite, commits=self.commits)
                 self._open_step_files()
         self._join()
         if self.config.warm_start.steps:
@@ -233,6 +250,7 @@ class _Run:
                 self.warm_start_targets,
                 self.config.warm_start,
                 self.ranks,
+                parts=self.train_set.parts,
                 seed=self.config.run.seed,
                 announce=self.announce,
             )
@@ -293,18 +311,18 @@ class _Run:
         with self.progress.step(step):
             metrics = self.trainer.step(step)
             if every and (step % every == 0 or last):
-                metrics |= self._evaluate()
+                metrics |= self._evaluate(step)
         self.no_signal.look(step, metrics)
         for told in slow_checks(metrics) if step == 1 else ():
             self.announce(f"step {step}: {told}")
         return metrics
 
-    def _evaluate(self) -> dict[str, Any]:
+    def _evaluate(self, step: int) -> dict[str, Any]:
         """Metrics of an evaluation, after which random states are what they were: a run may have
         one more, at its end, than a longer one. Rewards that fail end the run after the step."""
         state, metrics = capture(), {}
         try:
-            metrics = self.trainer.evaluate()
+            metrics = self.trainer.evaluate(step)
         except RewardError as error:
             self.failure = error
         restore(state)
@@ -312,7 +330,7 @@ class _Run:
 
     def opening_metrics(self) -> dict[str, Any]:
         """What is known before the first step; may be empty."""
-        metrics = self._evaluate() if self.config.training.eval_every else {}
+        metrics = self._evaluate(0) if self.config.training.eval_every else {}
         if self.config.data.overlong_prompts != "error":
             metrics["data/overlong_prompts"] = self.train_set.overlong
         if self.config.warm_start.steps:
@@ -409,7 +427,7 @@ class _Run:
             ranks=self.ranks,
             config=config,
             train=self.train_set,
-            evaluation=self.eval_set,
+            evaluations=self.eval_sets,
             rewards=self.rewards,
             hook=self.hook,
             reference=self.reference,

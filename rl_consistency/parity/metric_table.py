@@ -62,7 +62,10 @@ dynamic_sampling/dropped_groups  last  groups of equal rewards among them that w
 dynamic_sampling/filled_groups  last  such groups that the step was filled up with after the last
     round
 dynamic_sampling/reward_mean  last  mean reward of all completions drawn
-eval/reward  max  mean reward of greedy completions of the evaluation set
+eval/reward  max  mean reward of the evaluation set's completions, greedy ones unless
+    `training.eval_sampling` says otherwise; without an unnamed set the mean over the named ones
+eval/*  max  pass_at_K: share of the set's examples that one of K completions solves, without bias;
+    NAME/reward and NAME/pass_at_K: of the set NAME of `data.eval_sets`
 warm_start/loss  last  loss of the last supervised step before the first rollout
 """),
     "Prompts and completions": _table("""

@@ -9,9 +9,9 @@ Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -42,8 +42,9 @@ from rl_consistency.trainers.algorithms.experience import Experience, rollout_me
 from rl_consistency.trainers.algorithms.passes import backward_passes, in_groups
 from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.examples import DataOrder, Example
+from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.evaluation import evaluation_metrics, sampling_of
 from rl_consistency.trainers.hooks import ConsistencyHook, Metrics, regrouped
 from rl_consistency.trainers.losses import (
     LOSSES,
@@ -62,7 +63,6 @@ from rl_consistency.trainers.rewards import (
     RewardFunction,
     Rewards,
     compute_rewards,
-    known,
     require_rewards,
 )
 from rl_consistency.trainers.strategies.strategy import Strategy
@@ -84,7 +84,8 @@ class GRPOTrainer:
     ranks: Strategy
     config: RunConfig
     train: PromptSet
-    evaluation: PromptSet | None
+    evaluations: Mapping[str, PromptSet]
+    """By name; the set named "" is that of the recipe's task or eval_path."""
     rewards: Sequence[RewardFunction]
     hook: ConsistencyHook
     reference: Any = None
@@ -102,7 +103,7 @@ class GRPOTrainer:
     def __post_init__(self) -> None:
         config, size = self.config, self.config.rollout.prompts_per_step
         self._sampling = config.sampling
-        self._order = DataOrder(len(self.train.prompts), size, config.run.seed, config.data.shuffle)
+        self._order = self.train.order(size, config.run.seed, config.data.shuffle)
         shape = {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient"}
         self._form = LOSSES[config.algorithm.loss]
         self._loss_settings: dict[str, Any] = config.algorithm.model_dump(include=shape)
@@ -150,18 +151,25 @@ class GRPOTrainer:
         metrics["tokens_per_second"] = tokens / metrics["time/step_seconds"]
         return metrics
 
-    def evaluate(self) -> Metrics:
-        """Mean reward of one greedy completion per evaluation example; {} without a set."""
-        if self.evaluation is None:
-            return {}
-        there = len(self.evaluation.prompts)
-        limit = min(self.config.training.eval_samples or there, there)
-        greedy = replace(self._sampling, n=1, temperature=0.0)
-        own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
-        drawn = self._draw(self.evaluation, list(own), greedy, list(own))
-        completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
-        rewards = self._rewards(self.evaluation.examples[:limit], completions)
-        return {"eval/reward": fmean(scored)} if (scored := known(rewards.total)) else {}
+    def evaluate(self, step: int = 0) -> Metrics:
+        """Metrics of each evaluation set after `step`: mean reward, pass@k. Without an unnamed set
+        eval/reward is the mean over the named ones; {} without a set."""
+        metrics: Metrics = {}
+        for name, prompts in self.evaluations.items():
+            there, sampling = len(prompts.prompts), sampling_of(self.config, name, step)
+            limit, n = min(self.config.training.eval_samples or there, there), sampling.n
+            own = list(cut(limit, self.ranks.world.size)[self.ranks.world.rank])
+            drawn = self._draw(prompts, own, sampling, own)
+            found = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
+            completions = self.ranks.shared("evaluation", found)
+            examples = [e for e in prompts.examples[:limit] for _ in range(n)]
+            rewards = self._rewards(examples, completions)
+            metrics |= evaluation_metrics(self.config, name, rewards.total)
+        if self.evaluations and "" not in self.evaluations:
+            keys = (f"eval/{name}/reward" for name in self.evaluations)
+            if each := [float(metrics[key]) for key in keys if key in metrics]:
+                metrics["eval/reward"] = fmean(each)
+        return metrics
 
     def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
         """The place in the training set of each sample's prompt, and the samples."""

@@ -45,5 +45,4 @@ def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
     """Settings of the cache, as `cache_shape` takes them."""
     rollout, sampling = config.rollout, config.sampling
     most = min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n)
-    longest = config.data.max_prompt_tokens + sampling.max_tokens
-    return rollout.kv_block_size, rollout.num_kv_blocks, most, longest
+    return rollout.kv_block_size, rollout.num_kv_blocks, most, config.longest_sequence

@@ -14,6 +14,7 @@ from rl_consistency.trainers.config.sections import (
     BelowOne,
     Count,
     CountOrZero,
+    Float,
     Positive,
     PositiveOrZero,
     RecipeSection,
@@ -47,6 +48,19 @@ def _sampling(value: Any) -> Any:
     if problems:
         raise ValueError("; ".join(problems))
     return SamplingParams(**value)
+
+
+def _eval_sampling(value: Any) -> Any:
+    """What differs from rollout.sampling, each value checked by SamplingParams."""
+    if not isinstance(value, dict):
+        return value
+    for key, given in value.items():
+        if key not in SAMPLING_KEYS:
+            raise ValueError(f"unknown key {key}; {nearest_key(str(key), SAMPLING_KEYS)}")
+        SamplingParams(**{key: given})
+    if value.get("n", 1) > 1 and value.get("temperature") == 0:
+        raise ValueError("n greedy completions are equal: leave out n, or raise the temperature")
+    return value
 
 
 class RolloutSection(RecipeSection):
@@ -306,7 +320,17 @@ class TrainingSection(RecipeSection):
     eval_every: CountOrZero = 0
     """Evaluate every this many steps; 0 = never."""
     eval_samples: Count | None = None
-    """Evaluation examples used, one greedy completion each; null = all."""
+    """Evaluation examples used of each set; null = all. How many completions each gets says
+    eval_sampling.n."""
+    eval_sampling: Annotated[dict[str, Any], BeforeValidator(_eval_sampling)] | None = None
+    """Keys of rollout.sampling that are others in an evaluation: n, temperature, max_tokens, ...
+    Without n there is one completion; one completion is greedy unless temperature is given. null =
+    one greedy completion of each example."""
+    eval_pass_at: tuple[Count, ...] | None = None
+    """The k of the metrics eval/pass_at_k: the chance that one of k completions is correct, without
+    bias from n completions (arXiv 2107.03374); null = 1, 2, 4, ... and n where n is above 1."""
+    eval_pass_reward: Float = 1.0
+    """A completion is correct where its reward is at least this."""
     save_every: CountOrZero | None = 0
     """Write a checkpoint every this many steps; 0 = only at the end, null = none. Both write one
     where a signal, failing rewards or, in one process, drift end the run, and 0 after a warm start;

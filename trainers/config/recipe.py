@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
 from rl_consistency.trainers.config.learning_sections import (
     SAMPLING_KEYS,
     AlgorithmSection,
@@ -28,10 +29,8 @@ from rl_consistency.trainers.config.learning_sections import (
 )
 from rl_consistency.trainers.config.sections import (
     ConsistencySection,
-    DataSection,
     PolicySection,
     RecipeSection,
-    RewardSection,
     RunSection,
     TokenizerSection,
     TrackingSection,
@@ -44,6 +43,7 @@ from rl_consistency.trainers.config.strict_yaml import (
     read,
 )
 from rl_consistency.trainers.data.foreign_files import shown
+from rl_consistency.trainers.reward_files import FILE
 
 MOVED = {
     "rollout.samples_per_prompt": "rollout.sampling.n",
@@ -95,6 +95,28 @@ class RunConfig(RecipeSection):
         return replace(self.rollout.sampling, seed=self.run.seed)
 
     @property
+    def eval_sampling(self) -> SamplingParams:
+        """How evaluation samples: as rollouts do but for training.eval_sampling, or greedily."""
+        given = {"n": 1} | (self.training.eval_sampling or {})
+        greedy = {"temperature": 0.0} if given["n"] == 1 else {}
+        return replace(self.sampling, **greedy | given)
+
+    @property
+    def pass_at(self) -> tuple[int, ...]:
+        """The k of the metrics pass@k."""
+        if (given := self.training.eval_pass_at) is not None:
+            return given
+        n = self.eval_sampling.n
+        powers = (2**i for i in range(n.bit_length()))
+        return tuple(dict.fromkeys((*powers, n))) if n > 1 else ()
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+        longest = max(self.sampling.max_tokens, self.eval_sampling.max_tokens)
+        return self.data.max_prompt_tokens + longest
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
         updates = self.algorithm.updates_per_rollout * self.algorithm.epochs_per_rollout
@@ -111,11 +133,11 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
     data, rollout, algorithm = config.data, config.rollout, config.algorithm
     consistency, sampling, build = config.consistency, config.sampling, config.policy.build
-    longest = data.max_prompt_tokens + sampling.max_tokens
-    needs = (
-        f"data.max_prompt_tokens {data.max_prompt_tokens} + rollout.sampling.max_tokens "
-        f"{sampling.max_tokens} = {longest} tokens"
-    )
+    longest, evaluated = config.longest_sequence, config.eval_sampling
+    most, of_most = sampling.max_tokens, "rollout.sampling.max_tokens"
+    if evaluated.max_tokens > most:
+        most, of_most = evaluated.max_tokens, "training.eval_sampling.max_tokens"
+    needs = f"data.max_prompt_tokens {data.max_prompt_tokens} + {of_most} {most} = {longest} tokens"
     blocks, size = rollout.num_kv_blocks, rollout.kv_block_size
     if build is not None and longest > (positions := build.max_position_embeddings):
         yield f"policy.build.max_position_embeddings: {positions} positions are fewer than {needs}"
@@ -183,9 +205,13 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
         yield f"consistency.value_check_every: {algorithm.name} has no values; set it to 0"
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
         yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
-    evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
-    if config.training.eval_every and not evaluable:
+    if config.training.eval_every and not data.is_evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
+    if too_large := [k for k in config.pass_at if k > evaluated.n]:
+        found = f"{too_large[0]} is more than the {evaluated.n} completions of an example"
+        yield f"training.eval_pass_at: {found}: raise training.eval_sampling.n"
+    if data.answer_field is None and (warm := config.warm_start.steps):
+        yield f"warm_start.steps: {warm} steps imitate answers, and data.answer_field is null"
     if consistency.strict_except and consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
     order, stock = consistency.gradient_leaves, consistency.strict is False
@@ -253,12 +279,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+    return checked(tree, str(path), path.parent)
+
+
+def checked(tree: Any, source: str, folder: Path) -> RunConfig:
+    """The config of a recipe's tree; errors name `source`. Reward functions in files are looked for
+    in `folder` where the recipe names no other."""
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = _problems(error)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{path}: {count}\n" + "\n".join(f"  {p}" for p in problems)) from error
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{source}: {count}\n{listed}") from error
+    reward = config.reward
+    if reward.folder is None and any(FILE.fullmatch(term.key) for term in reward.functions):
+        placed = reward.model_copy(update={"folder": folder.expanduser().absolute()})
+        config = config.model_copy(update={"reward": placed})
+    return config
 
 
 def dump_config(config: RunConfig) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from weakref import WeakSet
 
 from rl_consistency.numerics.files import discard, is_leftover, remove_leftovers
@@ -111,8 +112,11 @@ def _require_own_files(config: RunConfig, *, resume: bool) -> None:
             f"{_OTHER}."
         )
     if not resume:
-        data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-        require_outside(directory, {"policy.path": config.policy.path, **data})
+        data = config.data
+        sources = {f"data.sources.{i}": s.path for i, s in enumerate(data.sources or ())}
+        sets = {f"data.eval_sets.{name}": given.path for name, given in data.eval_sets.items()}
+        given = {"policy.path": config.policy.path, "data.path": data.path, **sources, **sets}
+        require_outside(directory, {**given, "data.eval_path": data.eval_path})
 
 
 def is_run(directory: Path) -> bool:
@@ -172,8 +176,13 @@ def full_disk_explained(directory: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 
 
-def open_directory(config: RunConfig, *, overwrite: bool) -> None:
-    """Remove what an earlier run left, and save the config; the directory is locked by now."""
+def open_directory(
+    config: RunConfig, *, overwrite: bool, commits: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Remove what an earlier run left, and save the config; the directory is locked by now.
+
+    `commits` are those of what was read from the hub, for the manifest.
+    """
     directory = config.run.output_dir
     check_directory(config, resume=False, overwrite=overwrite, held=True)
     remove_leftovers(directory)
@@ -183,7 +192,7 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
             discard(folder)
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    begin_manifest(directory)
+    begin_manifest(directory, commits)
     write_config(config)
 
 
@@ -211,12 +220,14 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     return checkpoint
 
 
-def require_outside(directory: Path, inputs: Mapping[str, Path | None]) -> None:
+def require_outside(directory: Path, inputs: Mapping[str, Path | str | None]) -> None:
     """RunDirectoryError where --overwrite would remove an input, which is given by name."""
     doomed = {(directory / name).resolve() for name in NAMES}
     for key, path in inputs.items():
-        links = [f for f in path.iterdir() if f.is_symlink()] if path and path.is_dir() else []
-        for file in [path, *links] if path else []:
+        if not isinstance(path, Path):
+            continue  # of the hub
+        links = [f for f in path.iterdir() if f.is_symlink()] if path.is_dir() else []
+        for file in [path, *links]:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
                 problem = f"lies inside the run in {directory} that --overwrite would remove"

@@ -21,15 +21,19 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.reward_files import module_name
 from rl_consistency.trainers.rewards import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import REWARD_FUNCTION, explained
 
 FREE = {
     "run": {"name", "output_dir", "collective_timeout"},
     "policy": {"path"},
-    "data": {"path", "eval_path"},
+    "data": {
+        *("path", "name", "split", "revision", "sources"),
+        *("eval_path", "eval_split", "eval_sets"),
+    },
     "training": {"save_every", "keep_checkpoints", "strategy"},
-    "reward": {"timeout", "accept_changed"},
+    "reward": {"timeout", "accept_changed", "folder"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
@@ -41,13 +45,14 @@ CHECKS = {
     }
 }
 """What looks at a run and moves nothing in it."""
+EVALUATION = ("eval_samples", "eval_sampling", "eval_pass_at", "eval_pass_reward")
 SCHEDULING = {
     "policy": {"gradient_checkpointing"},
     "rollout": {
         *("kv_block_size", "num_kv_blocks", "max_batch_tokens", "max_num_seqs"),
         *("prefill_chunk_size", "prefix_sharing", "cuda_graphs"),
     },
-    "training": {"micro_batch_size", "layout", "cuda_graphs", "eval_every", "eval_samples"},
+    "training": {"micro_batch_size", "layout", "cuda_graphs", "eval_every", *EVALUATION},
 }
 """What no bit depends on while all ops are canonical."""
 
@@ -101,25 +106,29 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
     }
 
 
-def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:
+def data_digests(train: PromptSet, evaluations: Mapping[str, PromptSet]) -> dict[str, str]:
     """Digests of the examples and the tokens of their prompts."""
+    sets = {f"evaluation data {name}".rstrip(): one for name, one in evaluations.items()}
     found = {}
-    for name, prompts in {"training data": train, "evaluation data": evaluation}.items():
-        if prompts is not None:
-            rows: list[Any] = [
-                [e.id, e.prompt, e.answer, e.target, dict(e.extra), tokens]
-                for e, tokens in zip(prompts.examples, prompts.prompts, strict=True)
-            ]
-            rows += [e.messages for e in prompts.examples if e.messages is not None]
-            found[name] = _digest(rows)
+    for name, prompts in {"training data": train, **sets}.items():
+        rows: list[Any] = [
+            [e.id, e.prompt, e.answer, e.target, dict(e.extra), tokens]
+            for e, tokens in zip(prompts.examples, prompts.prompts, strict=True)
+        ]
+        rows += [e.messages for e in prompts.examples if e.messages is not None]
+        found[name] = _digest([*rows, *prompts.parts])
     return found
 
 
 def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
-    """Digests of the files of reward functions' modules; what a module imports does not enter."""
+    """Digests of the files of reward functions' modules, of the source of functions that have none,
+    and of reward models; what a module imports does not enter."""
     found = {}
     for term in rewards:
-        named = term.name.rpartition(":")[0]
+        if term.digest is not None:
+            found[f"{REWARD_FUNCTION} {term.name}"] = term.digest
+            continue
+        named = module_name(term.name)
         given = {named, getattr(term.function, "__module__", named)} - {""}
         names = sorted(name for name in given if isinstance(name, str))
         files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
@@ -138,4 +147,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    text = json.dumps(content, default=str)  # of Parquet a value may be a date, say
+    return hashlib.sha256(text.encode()).hexdigest()

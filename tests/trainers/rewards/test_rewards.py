@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_consistency.trainers import rewards
-from rl_consistency.trainers.config.sections import RewardSection
+from rl_consistency.trainers.config.data_sections import RewardSection
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards import (
     RewardError,
