@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_consistency.rollout.block_manager import cache_shape
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.tokenizer import eos_token_ids
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.policy import eos_token_ids
 
 ENGINE_METRICS = (
     *("prefill_tokens_per_second", "decode_tokens_per_second", "mean_seconds_to_first_token"),
