@@ -79,12 +79,12 @@ from rl_consistency.trainers.run_directory.step_files import (
     summary_of,
     write_summary,
 )
+from rl_consistency.trainers.services import check_wandb
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
     Say,
     TrackerSet,
-    check_wandb,
     take_steps,
     trackers_of,
 )
@@ -231,7 +231,8 @@ class _Run:
         inputs |= data_digests(self.train_set, self.eval_sets) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.resumed = float("nan"), False
-        self.wandb_run_id = uuid4().hex[:8]
+        self.wandb_run_id, self.first_step = uuid4().hex[:8], 1
+        self.mlflow_run_id: str | None = None
         self.no_signal = NoSignal(announce)
         self.failure: Exception | None = None
 
@@ -287,6 +288,8 @@ class _Run:
         self.trainer.extra_rounds = checkpoint.extra["extra_rounds"]
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
+        self.mlflow_run_id = checkpoint.extra.get("mlflow_run_id")
+        self.first_step = checkpoint.step + 1
         restore(checkpoint.extra["random_state"])
         self.began -= checkpoint.extra.get("seconds", 0.0)
         self.announce(f"resumed from {checkpoint.path}")
@@ -364,6 +367,7 @@ class _Run:
             "extra_rounds": end["extra_rounds"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
+            "mlflow_run_id": self.mlflow_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
             "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),

@@ -52,6 +52,10 @@ GSPO_WIDEST = 0.1
 """Widest clip of gspo that is no mistake; that of its paper is 0.0004."""
 
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+"""Recipes that come with the package."""
+
+
 class ConfigError(ValueError):
     """A recipe that cannot be run; the message lists every problem and its remedy."""
 
@@ -265,16 +269,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with all problems, each by dotted path, unknown keys with the nearest name.
     """
     path = Path(path)
+    tree = recipe_tree(path)
+    try:
+        apply_overrides(tree, overrides)
+    except RecipeSyntaxError as error:
+        raise ConfigError(str(error)) from error
+    return checked(tree, str(path), path.parent)
+
+
+def recipe_tree(path: Path) -> dict[str, Any]:
+    """The sections of a recipe's file as they stand there; ConfigError where it is none."""
     try:
         tree = read(path)
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
-        apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
-    return checked(tree, str(path), path.parent)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
+    return tree
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
+        return path
+    files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
+    shipped = {file.stem: file for file in files}
+    if name not in shipped:
+        names = ", ".join(shipped) or "none"
+        raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
+    return shipped[name]
 
 
 def checked(tree: Any, source: str, folder: Path) -> RunConfig:
