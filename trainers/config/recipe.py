@@ -48,7 +48,6 @@ from rl_consistency.trainers.config.strict_yaml import (
 from rl_consistency.trainers.data.foreign_files import shown
 from rl_consistency.trainers.reward_files import FILE
 
-
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """Recipes that come with the package."""
 
