@@ -21,8 +21,9 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
-from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
+from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig, require_inputs
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
@@ -284,6 +285,7 @@ class _Run:
         self._assemble(checkpoint)
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
+        self.trainer.extra_rounds = checkpoint.extra["extra_rounds"]
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
         self.mlflow_run_id = checkpoint.extra.get("mlflow_run_id")
@@ -349,7 +351,11 @@ class _Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of now, beside weights and optimizers."""
-        return {"random_state": capture(), "totals": self.hook.state_dict()}
+        return {
+            "random_state": capture(),
+            "totals": self.hook.state_dict(),
+            "extra_rounds": self.trainer.extra_rounds,
+        }
 
     def save(self, step: int, end: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
@@ -358,6 +364,7 @@ class _Run:
         tensors |= self.critic.saved() if self.critic else {}
         extra = {
             "random_state": end["random_state"],
+            "extra_rounds": end["extra_rounds"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
             "mlflow_run_id": self.mlflow_run_id,
