@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe import CanonicalMoEBlock
+from rl_consistency.rollout.tokenizer import eos_token_ids, require_fit
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained
@@ -70,11 +71,11 @@ def load_policy(
     else:
         assert source is not None
         model = read_model(source, dtype)
-    embedding: Any = model.get_input_embeddings()
-    if len(loaded) > (rows := embedding.weight.shape[0]):
-        problem = f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}"
-        raise PolicyError(f"{problem}: tokenizer.kind auto takes the model's own tokenizer")
-    eos_token_ids(model, loaded)
+    try:
+        require_fit(model, loaded)
+        eos_token_ids(model, loaded)
+    except ValueError as error:
+        raise PolicyError(f"{error}; tokenizer.kind auto takes the model's own") from error
     what = f"{source or 'policy.build'}: a checkpoint could not hold its config.json"
     with TemporaryDirectory() as place, explained(PolicyError, what):
         model.config.save_pretrained(place)
@@ -130,23 +131,6 @@ def check_policy(config: RunConfig, model: PreTrainedModel) -> None:
             f"this {model.config.model_type} policy has no sparse layer, no experts to balance"
         )
         raise PolicyError(f"algorithm.balance_coefficient {coefficient}: {problem}: set it to 0")
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's and those of the generation config, sorted.
-
-    PolicyError where one is no token of the model.
-    """
-    generation = model.generation_config
-    configured = generation.eos_token_id if generation is not None else None
-    listed = configured if isinstance(configured, list) else [configured]
-    ids = [i for i in [*listed, tokenizer.eos_token_id] if i is not None]
-    embedding: Any = model.get_input_embeddings()
-    rows = embedding.num_embeddings  # ZeRO-3 empties the weight
-    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
-        problem = f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}"
-        raise PolicyError(f"{problem}: mend generation_config.json or the tokenizer")
-    return tuple(sorted(set(ids)))
 
 
 def unread_sampling(model: PreTrainedModel) -> str | None:

@@ -23,7 +23,7 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
-from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.recipe import RunConfig, require_inputs
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.foreign_calls import end_a_stray
@@ -125,6 +125,7 @@ def train(
     ValueError on bad configuration, data, policy, rewards or checkpoint; ConsistencyError on drift,
     where the recipe says `on_drift: raise`.
     """
+    require_inputs(config)
     if dry_run:
         refuse_many_processes()
     config = check_machine(config)

@@ -32,10 +32,11 @@ from rl_consistency.parity.localize import (
 from rl_consistency.parity.replay import FILES, ReplayBundle, load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.tokenizer import eos_token_ids
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.tokenizer import load_tokenizer
 from rl_consistency.trainers.launch import refuse_many_processes, threads
-from rl_consistency.trainers.policy import eos_token_ids, load_policy, read_config, read_model
+from rl_consistency.trainers.policy import load_policy, read_config, read_model
 from rl_consistency.trainers.run_directory.checkpoint import WEIGHTS, list_checkpoints, load_weights
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 
@@ -118,7 +119,8 @@ def _of_prompt(args: argparse.Namespace, options: dict[str, Any]) -> Localizatio
     tokenizer: Any = load_tokenizer(args.model)
     if not (prompt := tokenizer.encode(args.prompt)):
         raise ValueError("--prompt has no token.")
-    sampling = SamplingParams(max_tokens=32 if args.max_tokens is None else args.max_tokens)
+    most = 32 if args.max_tokens is None else args.max_tokens
+    sampling = SamplingParams(max_tokens=most, seed=0)
     with patch(model), _other(args) as other:
         engine = RolloutEngine(model, eos_token_id=eos_token_ids(model, tokenizer))
         (completion,) = engine.generate([prompt], sampling)

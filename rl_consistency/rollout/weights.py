@@ -79,6 +79,12 @@ class WeightsWatch:
         self._num_steps = self._next_digest = 0
         self._looks_at_all = False
 
+    @property
+    def digest(self) -> str:
+        """Of the weights in use."""
+        assert self._held is not None
+        return self._held.digest
+
     def withdrawals(self) -> int:
         """Number of library products withdrawn so far, with a warning of those since the last call;
         the host waits for the devices."""
@@ -111,8 +117,7 @@ class WeightsWatch:
 
     def compare(self, given: str | None) -> None:
         """ConsistencyError if a given digest is not that of the weights in use."""
-        assert self._held is not None
-        _compare(given, self._held.digest)
+        _compare(given, self.digest)
 
     def in_step(self, is_busy: Callable[[], bool] | None) -> None:
         """Look at what a forward reads: all of it on a CPU, where `is_busy` is None, and after

@@ -31,6 +31,7 @@ from rl_consistency.rollout.block_manager import cache_shape
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.tokenizer import eos_token_ids
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.algorithms.experience import Experience, rollout_metrics, samples_of
@@ -51,7 +52,6 @@ from rl_consistency.trainers.losses import (
     with_balance,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import eos_token_ids
 from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,

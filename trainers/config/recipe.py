@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +29,7 @@ from rl_consistency.trainers.config.learning_sections import (
     TrainingSection,
     WarmStartSection,
 )
+from rl_consistency.trainers.config.mistakes import OTHER_NAMES, every_error
 from rl_consistency.trainers.config.sections import (
     ConsistencySection,
     PolicySection,
@@ -44,13 +47,6 @@ from rl_consistency.trainers.config.strict_yaml import (
 )
 from rl_consistency.trainers.data.foreign_files import shown
 from rl_consistency.trainers.reward_files import FILE
-
-MOVED = {
-    "rollout.samples_per_prompt": "rollout.sampling.n",
-    "rollout.max_new_tokens": "rollout.sampling.max_tokens",
-    **{f"rollout.{key}": f"rollout.sampling.{key}" for key in SAMPLING_KEYS},
-}
-"""Keys that belong to rollout.sampling, for the error message."""
 
 
 class ConfigError(ValueError):
@@ -267,7 +263,14 @@ def checked(tree: Any, source: str, folder: Path) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = _problems(error)
+        items, rest = every_error(RunConfig, tree, error)
+        problems = _problems(items)
+        with suppress(ValidationError, KeyError):
+            problems += missing_inputs(
+                PolicySection.model_validate(rest["policy"]),
+                DataSection.model_validate(rest["data"]),
+                RewardSection.model_validate(rest["reward"]),
+            )
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"{source}: {count}\n{listed}") from error
@@ -283,9 +286,30 @@ def dump_config(config: RunConfig) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _problems(error: ValidationError) -> list[str]:
+def missing_inputs(policy: PolicySection, data: DataSection, reward: RewardSection) -> list[str]:
+    """The directories and files that sections name and that are not there, each by its key."""
+    named: dict[str, Any] = {"policy.path": policy.path, "data.path": data.path}
+    named |= {f"data.sources.{i}.path": source.path for i, source in enumerate(data.sources or ())}
+    named["data.eval_path"] = data.eval_path
+    named |= {f"data.eval_sets.{name}.path": one.path for name, one in data.eval_sets.items()}
+    named |= {f"reward.functions.{i}.model": f.model for i, f in enumerate(reward.functions)}
+    return [
+        f"{key}: there is no {path}"
+        for key, path in named.items()
+        if isinstance(path, Path) and not path.exists()
+    ]
+
+
+def require_inputs(config: RunConfig) -> None:
+    """ConfigError where several inputs are missing; of one its reader says more."""
+    if len(problems := missing_inputs(config.policy, config.data, config.reward)) > 1:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} inputs of the recipe are missing\n{listed}")
+
+
+def _problems(items: Sequence[Any]) -> list[str]:
     problems: list[str] = []
-    for item in error.errors(include_url=False):
+    for item in items:
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "default_factory_not_called":
             continue  # says only that another problem left run.output_dir without its default
@@ -304,11 +328,21 @@ def _problems(error: ValidationError) -> list[str]:
 def _hint(location: tuple[int | str, ...]) -> str:
     """What the unknown key at `location` may have been meant to be."""
     *section, key = (part for part in location if isinstance(part, str))
-    if moved := MOVED.get(".".join([*section, key])):
-        return f"give {moved}"
-    known = [path.split(".") for path in _all_paths(RunConfig)]
-    siblings = [path[-1] for path in known if path[:-1] == section]
-    return nearest_key(key, siblings, [".".join(path) for path in known if path[-1] == key])
+    siblings, by_name = list[str](), dict[str, list[str]]()
+    for path in all_paths():
+        *above, name = path.split(".")
+        by_name.setdefault(name, []).append(path)
+        if above == section:
+            siblings.append(name)
+    if (other := OTHER_NAMES.get(key)) and key not in by_name:
+        return f"did you mean {other}?"
+    near = [] if key in by_name else get_close_matches(key, by_name, n=1, cutoff=0.8)
+    return nearest_key(key, siblings, by_name.get(near[0] if near else key, ()))
+
+
+def all_paths() -> list[str]:
+    """Every section and key of a recipe, dotted."""
+    return [*_all_paths(RunConfig), *(f"rollout.sampling.{key}" for key in SAMPLING_KEYS)]
 
 
 def _all_paths(model: type[BaseModel]) -> Iterator[str]:

@@ -94,8 +94,9 @@ Source = Annotated[Path | str, BeforeValidator(_source)]
 
 
 def nearest_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
-    """What an unknown key may have been meant to be."""
-    if near := get_close_matches(key, known, n=1) or elsewhere:
+    """What an unknown key may have been meant to be, of the keys here and `elsewhere`."""
+    near = get_close_matches(key, known, n=1, cutoff=0.8) or elsewhere
+    if near := near or get_close_matches(key, known, n=1):
         return f"did you mean {near[0]}?"
     return f"the keys here are {', '.join(known)}"
 

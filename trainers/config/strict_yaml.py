@@ -124,12 +124,19 @@ def parse(text: str, source: str) -> Any:
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
+    problems: list[str] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         source, keys = f"--set {override:.60}", path.strip().split(".")
-        if not equals or not all(keys):
-            raise RecipeSyntaxError(f"{source}: expected section.key=value: training.steps=10, say")
-        _set(tree, keys, parse(text, source), source)
+        try:
+            if not equals or not all(keys):
+                problem = "expected section.key=value: training.steps=10, say"
+                raise RecipeSyntaxError(f"{source}: {problem}")
+            _set(tree, keys, parse(text, source), source)
+        except RecipeSyntaxError as error:
+            problems.append(str(error))
+    if problems:
+        raise RecipeSyntaxError("\n".join(problems))
 
 
 def _set(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

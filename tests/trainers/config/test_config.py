@@ -141,8 +141,11 @@ REFUSED = [
     ("rollout.sampling={n: 2, top_q: 1}", "did you mean top_p?; missing: max_tokens"),
     ("rollout.sampling=3", "rollout.sampling: "),
     ("rollout.sampling.seed=3", "rollout.sampling: unknown key seed; the keys here are n, "),
-    ("rollout.temperature=0.5", "rollout.temperature: unknown key; give rollout.sampling.temp"),
-    ("rollout.max_new_tokens=5", "unknown key; give rollout.sampling.max_tokens"),
+    (
+        "rollout.temperature=0.5",
+        "rollout.temperature: unknown key; did you mean rollout.sampling.temp",
+    ),
+    ("rollout.max_new_tokens=5", "unknown key; did you mean rollout.sampling.max_tokens"),
     ("run.device=tpu", "run.device: Input should be 'cpu'"),
     ("run.seed=-1", "run.seed: "),
     ("run.seed=12:30", "run.seed: "),
