@@ -36,6 +36,7 @@ _EXPORTS = {
     "check_gradients": "rl_consistency.parity.gradients",
     "attach": "rl_consistency.integrations.attach",
     "localize": "rl_consistency.parity.localize",
+    "train": "rl_consistency.trainers.training_run",
     "tune": "rl_consistency.tuning.tune",
 }
 
@@ -68,6 +69,7 @@ __all__ = [
     "schedule_audit",
     "strict",
     "token_logprobs",
+    "train",
     "tune",
     "whole_weights",
 ]
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
     from rl_consistency.trainers.rewards import RewardError
     from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
     from rl_consistency.trainers.run_directory.manifest import RunDirectoryError
+    from rl_consistency.trainers.training_run import train
     from rl_consistency.tuning.tune import tune
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
-from rl_consistency.trainers.algorithms.grpo import cache_bytes_of
+from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
 
 MOST_TOKENS = 16
@@ -57,7 +57,9 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
         "run": {"output_dir": directory},
         "warm_start": {"steps": min(config.warm_start.steps, 1)},
         "rollout": {"sampling": replace(config.rollout.sampling, max_tokens=most)},
-        "algorithm": {"epochs_per_rollout": 1, "overlong_buffer": buffer},
+        "algorithm": {
+            **{"epochs_per_rollout": 1, "overlong_buffer": buffer, "dynamic_sampling": None}
+        },
         "optimizer": {"warmup_steps": 0},
         "training": {"steps": 1, "eval_samples": 1},
     }

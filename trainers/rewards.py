@@ -308,6 +308,16 @@ class Rewards:
     by_function: dict[str, list[float | None]]
     """None where a function did not apply."""
 
+    def taken(self, samples: Sequence[int]) -> Rewards:
+        """Those of these completions, in this order."""
+        found = {name: [each[i] for i in samples] for name, each in self.by_function.items()}
+        return Rewards([self.total[i] for i in samples], found)
+
+    def followed_by(self, other: Rewards) -> Rewards:
+        """These, and those of further completions."""
+        found = {name: each + other.by_function[name] for name, each in self.by_function.items()}
+        return Rewards(self.total + other.total, found)
+
 
 def compute_rewards(
     functions: Sequence[RewardFunction],
@@ -349,6 +359,15 @@ def compute_rewards(
         raise RewardError(f"the weighted rewards add up to {value} for {sample}")
     total = [nan if i in none else value for i, value in enumerate(total)]
     return Rewards(total, by_function)
+
+
+def require_rewards(rewards: Tensor, algorithm: str) -> None:
+    """RewardError where a completion has none, which only a comparison in groups can leave out."""
+    if bool(rewards.isnan().any()):
+        raise RewardError(
+            f"all reward functions returned None for a completion, and {algorithm} needs the "
+            "reward of each: let one function score them all, or set algorithm.advantage to grpo"
+        )
 
 
 def known(scores: Sequence[float | None]) -> list[float]:

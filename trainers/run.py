@@ -21,8 +21,9 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
-from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
+from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig, require_inputs
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
@@ -78,12 +79,12 @@ from rl_consistency.trainers.run_directory.step_files import (
     summary_of,
     write_summary,
 )
+from rl_consistency.trainers.services import check_wandb
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
     Say,
     TrackerSet,
-    check_wandb,
     take_steps,
     trackers_of,
 )
@@ -230,7 +231,8 @@ class _Run:
         inputs |= data_digests(self.train_set, self.eval_sets) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.resumed = float("nan"), False
-        self.wandb_run_id = uuid4().hex[:8]
+        self.wandb_run_id, self.first_step = uuid4().hex[:8], 1
+        self.mlflow_run_id: str | None = None
         self.no_signal = NoSignal(announce)
         self.failure: Exception | None = None
 
@@ -283,8 +285,11 @@ class _Run:
         self._assemble(checkpoint)
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
+        self.trainer.extra_rounds = checkpoint.extra["extra_rounds"]
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
+        self.mlflow_run_id = checkpoint.extra.get("mlflow_run_id")
+        self.first_step = checkpoint.step + 1
         restore(checkpoint.extra["random_state"])
         self.began -= checkpoint.extra.get("seconds", 0.0)
         self.announce(f"resumed from {checkpoint.path}")
@@ -346,7 +351,11 @@ class _Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of now, beside weights and optimizers."""
-        return {"random_state": capture(), "totals": self.hook.state_dict()}
+        return {
+            "random_state": capture(),
+            "totals": self.hook.state_dict(),
+            "extra_rounds": self.trainer.extra_rounds,
+        }
 
     def save(self, step: int, end: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
@@ -355,8 +364,10 @@ class _Run:
         tensors |= self.critic.saved() if self.critic else {}
         extra = {
             "random_state": end["random_state"],
+            "extra_rounds": end["extra_rounds"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
+            "mlflow_run_id": self.mlflow_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
             "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),

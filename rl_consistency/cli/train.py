@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,16 +17,13 @@ from rich.table import Table
 
 from rl_consistency.cli.console import print_whole, start_up
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-"""Recipes that come with the package."""
-
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
     with uncollected_imports():
         from rl_consistency.cli.plots import save_picture
         from rl_consistency.cli.report import render
-        from rl_consistency.trainers.config.recipe import dump_config, load_config
+        from rl_consistency.trainers.config.recipe import dump_config, find_recipe, load_config
         from rl_consistency.trainers.launch import is_first_process, leave
         from rl_consistency.trainers.run import train
         from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
@@ -71,19 +67,6 @@ def run(args: argparse.Namespace) -> int:
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
-        return path
-    files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
-    shipped = {file.stem: file for file in files}
-    if name not in shipped:
-        names = ", ".join(shipped) or "none"
-        raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
-    return shipped[name]
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

@@ -14,7 +14,7 @@ from rl_consistency.cli.arguments import COMMANDS
 from rl_consistency.cli.main import main
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers import tracking
-from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.config.recipe import find_recipe, load_config
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from tests.trainers.conftest import RECIPE as TINY
 
@@ -264,4 +264,4 @@ def test_the_whole_recipe_is_printed_and_reads_back_without_a_run(command, tmp_p
 def test_a_folder_of_a_recipe_s_name_hides_no_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ppo_arithmetic_tiny_cpu").mkdir()
-    assert train.find_recipe("ppo_arithmetic_tiny_cpu").is_file()
+    assert find_recipe("ppo_arithmetic_tiny_cpu").is_file()

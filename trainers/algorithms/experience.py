@@ -37,6 +37,13 @@ class Experience(Rollout):
         """Completion tokens of each sample."""
         return [len(t) for t in self.logprobs]
 
+    def kl(self) -> list[list[float]] | None:
+        """logprob - reference_logprob of each token, in fp64; None without a reference."""
+        if self.reference_logprobs is None:
+            return None
+        pairs = zip(self.logprobs, self.reference_logprobs, strict=True)
+        return [(own.double() - other.cpu().double()).tolist() for own, other in pairs]
+
 
 def rollout_metrics(
     completions: Sequence[Completion], rewards: Rewards

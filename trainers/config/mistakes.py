@@ -20,7 +20,8 @@ rollout.sampling.n: num_generations samples_per_prompt
 rollout.sampling.max_tokens: max_completion_length max_response_length max_new_tokens
 rollout.num_kv_blocks: gpu_memory_utilization
 algorithm.advantage: adv_estimator scale_rewards
-algorithm.loss: loss_type loss_agg_mode
+algorithm.loss: loss_type loss_agg_mode loss_mode importance_sampling_level
+algorithm.dynamic_sampling: filter_groups
 algorithm.clip_low: epsilon clip_ratio clip_ratio_low
 algorithm.clip_high: epsilon_high clip_ratio_high
 algorithm.kl_coefficient: beta kl_coef kl_loss_coef
@@ -29,7 +30,9 @@ algorithm.epochs_per_rollout: num_iterations ppo_epochs
 algorithm.updates_per_rollout: ppo_mini_batch_size
 optimizer.learning_rate: lr
 optimizer.max_grad_norm: grad_clip
+optimizer.name: optim
 optimizer.schedule: lr_scheduler_type
+optimizer.min_lr: lr_scheduler_kwargs
 training.steps: max_steps total_training_steps
 training.micro_batch_size: per_device_train_batch_size ppo_micro_batch_size_per_gpu
 training.eval_every: eval_steps test_freq

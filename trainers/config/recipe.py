@@ -48,6 +48,13 @@ from rl_consistency.trainers.config.strict_yaml import (
 from rl_consistency.trainers.data.foreign_files import shown
 from rl_consistency.trainers.reward_files import FILE
 
+GSPO_WIDEST = 0.1
+"""Widest clip of gspo that is no mistake; that of its paper is 0.0004."""
+
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+"""Recipes that come with the package."""
+
 
 class ConfigError(ValueError):
     """A recipe that cannot be run; the message lists every problem and its remedy."""
@@ -173,8 +180,22 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
             "(algorithm.updates_per_rollout x epochs_per_rollout): after the first a sampled token "
             "may be outside the support, with ratio 0. Sample without, or take one update"
         )
-    if algorithm.name == "grpo" and sampling.n < 2:
+    grouped = algorithm.advantage != "reinforce_plus_plus" or algorithm.dynamic_sampling
+    if algorithm.name == "grpo" and grouped and sampling.n < 2:
         yield f"rollout.sampling: n must be at least 2, the group of an advantage, got {sampling.n}"
+    widest = max(algorithm.clip_low, algorithm.clip_high)
+    if algorithm.loss == "gspo" and widest > GSPO_WIDEST:
+        yield (
+            f"algorithm.clip_high: gspo clips the ratio of a sequence, a mean over its tokens: "
+            f"{widest} is a range of single tokens. Leave clip_low and clip_high out (0.0003 and "
+            f"0.0004), or give at most {GSPO_WIDEST}"
+        )
+    if algorithm.clip_low == 1 and algorithm.loss != "cispo":
+        yield f"algorithm.clip_low: must be below 1 with loss {algorithm.loss}"
+    if algorithm.name == "ppo" and algorithm.loss == "gspo":
+        yield "algorithm.loss: gspo needs one advantage a sequence, ppo has one a token: use grpo"
+    if algorithm.name == "ppo" and algorithm.dynamic_sampling:
+        yield "algorithm.dynamic_sampling: compares groups, which ppo has not; leave it out"
     if algorithm.name != "ppo" and algorithm.ppo is not None:
         yield f"algorithm.ppo: has no meaning with name: {algorithm.name}; leave it out"
     if algorithm.name == "ppo" and algorithm.advantage != "grpo":
@@ -223,6 +244,9 @@ def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str
     if config.algorithm.name == "ppo" and strategy != "replicated":
         remedy = "use replicated, with any number of processes, or algorithm.name grpo"
         yield f"training.strategy: {strategy} shards no critic, which ppo needs: {remedy}"
+    if config.optimizer.name != "adamw" and strategy != "replicated":
+        problem = f"{config.optimizer.name} needs whole tensors, and {strategy} keeps parts of them"
+        yield f"optimizer.name: {problem}: use adamw, or training.strategy replicated"
     if strategy == "zero1" and config.policy.dtype == "bfloat16":
         problem = "zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed"
         yield f"training.strategy: {problem}: use zero2"
@@ -245,16 +269,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with all problems, each by dotted path, unknown keys with the nearest name.
     """
     path = Path(path)
+    tree = recipe_tree(path)
+    try:
+        apply_overrides(tree, overrides)
+    except RecipeSyntaxError as error:
+        raise ConfigError(str(error)) from error
+    return checked(tree, str(path), path.parent)
+
+
+def recipe_tree(path: Path) -> dict[str, Any]:
+    """The sections of a recipe's file as they stand there; ConfigError where it is none."""
     try:
         tree = read(path)
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
-        apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
-    return checked(tree, str(path), path.parent)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
+    return tree
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
+        return path
+    files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
+    shipped = {file.stem: file for file in files}
+    if name not in shipped:
+        names = ", ".join(shipped) or "none"
+        raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
+    return shipped[name]
 
 
 def checked(tree: Any, source: str, folder: Path) -> RunConfig:

@@ -196,6 +196,38 @@ class WandbSection(RecipeSection):
     """Name of the run there; null = run.name."""
     mode: Literal["offline", "online"] = "offline"
     """offline needs neither key nor network."""
+    entity: Name | None = None
+    """User or team that the run belongs to; null = wandb's own default."""
+    group: Name | None = None
+    """Group of the run, such as that of its seeds."""
+    tags: tuple[Name, ...] = ()
+    """Tags of the run."""
+
+
+def _on_or_off(value: Any) -> Any:
+    """true is a section of defaults, false none."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+class TensorBoardSection(RecipeSection):
+    """TensorBoard."""
+
+    dir: LocalPath | None = None
+    """Folder of runs, of which each has one of its name and id; null = tensorboard in the run's
+    directory."""
+
+
+class MLflowSection(RecipeSection):
+    """MLflow."""
+
+    experiment: Name = "rl_consistency"
+    """Experiment that the run belongs to; made where there is none."""
+    name: Name | None = None
+    """Name of the run there; null = run.name."""
+    tracking_uri: Name | None = None
+    """Where it is kept: a server, a folder or a database; null = MLflow's own default."""
+    tags: dict[str, str] = Field(default={})
+    """Tags of the run."""
 
 
 class TrackingSection(RecipeSection):
@@ -208,6 +240,10 @@ class TrackingSection(RecipeSection):
     worst by reward of the step's first prompt, then of its second, and so on; 0 = none."""
     wandb: WandbSection | None = None
     """Log to Weights & Biases; null = do not."""
+    tensorboard: Annotated[TensorBoardSection | None, BeforeValidator(_on_or_off)] = None
+    """Log to TensorBoard (`rl-consistency[tensorboard]`); true = with its defaults."""
+    mlflow: Annotated[MLflowSection | None, BeforeValidator(_on_or_off)] = None
+    """Log to MLflow (`rl-consistency[mlflow]`); true = with its defaults."""
     metrics_of: tuple[Trainer, ...] = ()
     """Trainers whose drift metrics are logged too, by their own names and definitions."""
 

@@ -10,7 +10,7 @@ from rl_consistency.cli.main import main
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
-from rl_consistency.trainers.algorithms.grpo import cache_bytes_of, engine_of
+from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of, engine_of
 from rl_consistency.trainers.dry_run import largest_pass, memory_told, reduced
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run import train

@@ -15,10 +15,11 @@ from rl_consistency.parity.histograms import drift_histograms
 from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.trainers import tracking
+from rl_consistency.trainers import services
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
+from rl_consistency.trainers.services import WandbTracker, check_wandb
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet
 from tests.trainers.tracking.wandb_file import records
 
 STEP = {
@@ -118,7 +119,7 @@ OFFLINE, ONLINE = WandbSection(project="p"), WandbSection(project="p", mode="onl
 
 def test_without_wandb_a_run_is_warned_once(monkeypatch):
     warned = []
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    monkeypatch.setattr(services, "find_spec", lambda name: None)
     assert check_wandb(OFFLINE, warned.append) is None and check_wandb(None, warned.append) is None
     (line,) = warned
     assert "the run goes on" in line and "pip install 'rl-consistency[wandb]'" in line
@@ -189,7 +190,7 @@ def test_another_error_of_the_tracker_is_not_hidden(tmp_path, monkeypatch):
     """Negative control: a mistake of ours is no failure of wandb's."""
     pytest.importorskip("wandb", reason="wandb is an optional extra")
     tracker = WandbTracker("project", directory=tmp_path)
-    monkeypatch.setattr(tracking, "log_drift", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(services, "log_drift", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tracker.log(1, STEP)
     tracker.close()
