@@ -1,4 +1,4 @@
-"""Algorithms and optimizers on one process and on two: one set of weights, for every micro-batch."""
+"""Algorithms and optimizers on one process and on two: one set of weights for each micro-batch."""
 
 import pytest
 
@@ -8,7 +8,7 @@ REWARD = "\ndef rare(completions, **_): return [float(len(t) % 4 == 0) for t in 
 DYNAMIC = {
     "algorithm.name": "gspo",
     "algorithm.dynamic_sampling": {"max_rounds": 3},
-    "algorithm.updates_per_rollout": 3,
+    "algorithm.epochs_per_rollout": 2,
     "optimizer.name": "muon",
     "reward.functions": [{"name": "toy_rewards:rare"}],
 }
@@ -26,13 +26,10 @@ CISPO = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
-    [
-        DYNAMIC,
-        pytest.param(KL, marks=pytest.mark.thorough),
-        pytest.param(CISPO, marks=pytest.mark.thorough),
-    ],
+    [DYNAMIC, KL, CISPO],
     ids=["gspo, muon, dynamic sampling", "reinforce++", "cispo"],
 )
 def test_two_processes_end_with_the_weights_of_one(run_ranks, tiny_run, changes):
