@@ -78,7 +78,11 @@ def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
     config: RunConfig = run.config
     prompts, evaluated = run.train_set.prompts, [s.prompts for s in run.eval_sets.values()]
     samples = config.rollout.prompts_per_step * config.sampling.n
-    rewards = [f"{term.name} {metrics[f'reward/{term.name}']:.4g}" for term in run.rewards]
+    scores = {term.name: metrics.get(f"reward/{term.name}") for term in run.rewards}
+    rewards = [
+        f"{name} {'did not apply' if score is None else format(score, '.4g')}"
+        for name, score in scores.items()
+    ]
     rollout, training = (metrics[f"time/{name}_seconds"] for name in ("rollout", "training"))
     return [
         f"data      {len(prompts)} prompts, the longest {max(map(len, prompts))} tokens; "

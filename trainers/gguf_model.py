@@ -27,7 +27,11 @@ from rl_consistency.trainers.data.foreign_files import explained, shown
 from rl_consistency.trainers.gguf_tokenizer import GGUFError, check_splits, read_tokenizer
 from rl_consistency.trainers.policy import DTYPES, read_model
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3")},
+    "mistral": "llama",
+    "qwen3moe": "qwen3_moe",
+}
 """`general.architecture` -> model_type. Without a window Mistral's arithmetic is Llama's, and
 llama.cpp writes its files as llama."""
 _REQUIRED = {
@@ -37,6 +41,11 @@ _REQUIRED = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_OF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _OPTIONAL = (
     *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
@@ -55,7 +64,12 @@ _OF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+"""Tensors of llama.cpp; those of experts hold all of them, Hugging Face's one each."""
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {
@@ -143,18 +157,22 @@ def _write(file: Path, given: Path, made: Path, directory: Path, dtype: str) -> 
         with explained(GGUFError, what):
             return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
 
-    if (parts := fields.get("split.count", 1)) > 1:
-        raise GGUFError(f"{given} is one of {parts} parts: join them by llama-gguf-split --merge")
+    if (count := fields.get("split.count", 1)) > 1:
+        raise GGUFError(f"{given} is one of {count} parts: join them by llama-gguf-split --merge")
     factors = values(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
     tensors.pop(_ROPE_FACTORS, None)
     config = _config(fields, tensors, factors, given)
     check_config(config)
-    state = {
-        _name(name, given): _unpermuted(values(name), name, config).to(DTYPES[dtype]).contiguous()
-        for name in tensors
-    }
+    state = {}
+    for name in tensors:
+        weight = _unpermuted(values(name), name, config).to(DTYPES[dtype])
+        parts = weight if "{}" in (target := _name(name, given)) else [weight]
+        state |= {target.format(i): part.contiguous() for i, part in enumerate(parts)}
     config.dtype = DTYPES[dtype]
     tokenizer = read_tokenizer(fields, given)
+    if len(tokenizer) > config.vocab_size:
+        found = f"{len(tokenizer)} tokens, but embeddings of {config.vocab_size}"
+        raise GGUFError(f"{given}: it has {found}")
     tokenizer.model_max_length = config.max_position_embeddings
     ends = (fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
     eos = list(dict.fromkeys(token for token in ends if token is not None))
@@ -189,18 +207,19 @@ def _config(
         covered = ", ".join(ARCHITECTURES)
         problem = f"{given}: architecture {shown(architecture)} is not covered; covered: {covered}"
         raise UnsupportedModelError(problem)
-    prefix = f"{architecture}."
+    prefix, family = f"{architecture}.", ARCHITECTURES[architecture]
+    required = _REQUIRED | (_OF_EXPERTS if family == "qwen3_moe" else {})
     own = {key.removeprefix(prefix): v for key, v in fields.items() if key.startswith(prefix)}
-    unread = {k: v for k, v in own.items() if k not in (*_REQUIRED, *_OPTIONAL) and v}
+    unread = {k: v for k, v in own.items() if k not in (*required, *_OPTIONAL) and v}
     if unread:
         found = ", ".join(f"{prefix}{key} = {shown(value)}" for key, value in unread.items())
         raise GGUFError(f"{given}: what {found} does to the model is not covered")
-    if missing := [prefix + key for key in _REQUIRED if key not in own]:
+    if missing := [prefix + key for key in required if key not in own]:
         raise GGUFError(f"{given}: {', '.join(missing)} is missing")
     for key, value in own.items():
         if isinstance(value, list):
             raise GGUFError(f"{given}: {prefix}{key} differs from layer to layer: not covered")
-    sizes = {name: own[key] for key, name in _REQUIRED.items()}
+    sizes = {name: own[key] for key, name in required.items()}
     heads, width = own["attention.head_count"], own["embedding_length"]
     head_dim = own.get("attention.key_length", width // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -209,10 +228,10 @@ def _config(
             raise GGUFError(f"{given}: {problem}")
     if "token_embd.weight" not in tensors:
         raise GGUFError(f"{given}: it holds no token_embd.weight: it is no language model")
-    family = ARCHITECTURES[architecture]
     if family == "qwen2" and head_dim * heads != width:
         raise GGUFError(f"{given}: {heads} heads of {head_dim} columns are not covered in qwen2")
     sizes |= {} if family == "qwen2" else {"head_dim": head_dim}
+    sizes |= {"norm_topk_prob": True} if family == "qwen3_moe" else {}  # llama.cpp always does
     return getattr(transformers, f"{FAMILIES[family]}Config")(
         **sizes,
         num_key_value_heads=own.get("attention.head_count_kv", heads),
