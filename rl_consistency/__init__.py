@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "UnsupportedModelError": "rl_consistency.models.families",
+    "CollectiveError": "rl_consistency.distributed.world",
+    "ConfigError": "rl_consistency.trainers.config.recipe",
+    "PolicyError": "rl_consistency.trainers.policy_files",
+    "TokenizerError": "rl_consistency.trainers.data.tokenizer",
+    "DataError": "rl_consistency.trainers.data.examples",
+    "RewardError": "rl_consistency.trainers.rewards",
+    "GradientNormError": "rl_consistency.trainers.optimizer",
+    "CheckpointError": "rl_consistency.trainers.run_directory.checkpoint",
+    "RunDirectoryError": "rl_consistency.trainers.run_directory.manifest",
     "ConsistencyError": "rl_consistency.numerics.errors",
     "fingerprint": "rl_consistency.numerics.fingerprint",
     "strict": "rl_consistency.numerics.strict",
@@ -26,16 +36,27 @@ _EXPORTS = {
     "check_gradients": "rl_consistency.parity.gradients",
     "attach": "rl_consistency.integrations.attach",
     "localize": "rl_consistency.parity.localize",
+    "train": "rl_consistency.trainers.training_run",
     "tune": "rl_consistency.tuning.tune",
 }
 
 __all__ = [
+    "CheckpointError",
+    "CollectiveError",
     "Completion",
+    "ConfigError",
     "ConsistencyError",
+    "DataError",
     "FailedRequestsError",
+    "GradientNormError",
+    "PolicyError",
+    "RewardError",
     "RolloutEngine",
     "RolloutStatistics",
+    "RunDirectoryError",
     "SamplingParams",
+    "TokenizerError",
+    "UnsupportedModelError",
     "__version__",
     "attach",
     "check_gradients",
@@ -48,13 +69,16 @@ __all__ = [
     "schedule_audit",
     "strict",
     "token_logprobs",
+    "train",
     "tune",
     "whole_weights",
 ]
 
 if TYPE_CHECKING:
+    from rl_consistency.distributed.world import CollectiveError
     from rl_consistency.integrations.attach import attach
     from rl_consistency.kernels.matmul.audit import schedule_audit
+    from rl_consistency.models.families import UnsupportedModelError
     from rl_consistency.models.patch import patch
     from rl_consistency.models.scoring.token_logprobs import token_logprobs
     from rl_consistency.models.whole_weights import whole_weights
@@ -71,6 +95,15 @@ if TYPE_CHECKING:
     from rl_consistency.rollout.sampling_params import SamplingParams
     from rl_consistency.rollout.scheduler import RolloutStatistics
     from rl_consistency.rollout.weights import model_digest
+    from rl_consistency.trainers.config.recipe import ConfigError
+    from rl_consistency.trainers.data.examples import DataError
+    from rl_consistency.trainers.data.tokenizer import TokenizerError
+    from rl_consistency.trainers.optimizer import GradientNormError
+    from rl_consistency.trainers.policy_files import PolicyError
+    from rl_consistency.trainers.rewards import RewardError
+    from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
+    from rl_consistency.trainers.run_directory.manifest import RunDirectoryError
+    from rl_consistency.trainers.training_run import train
     from rl_consistency.tuning.tune import tune
 
 

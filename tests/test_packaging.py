@@ -8,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import rl_consistency
 
@@ -64,17 +66,44 @@ def test_the_version_is_stated_once(setup_cfg):
     assert setup_cfg["metadata"]["version"] == rl_consistency.__version__
 
 
-def test_the_pinned_versions_satisfy_every_floor(setup_cfg):
-    pins = {}
-    for line in (ROOT / "constraints-cpu.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            pins[name.lower().replace("_", "-")] = tuple(map(int, re.findall(r"\d+", version)))
-    extras = setup_cfg["options.extras_require"]
-    extra = "".join(extras[name] for name in ("dev", "wandb", "trl"))
-    for requirement in f"{setup_cfg['options']['install_requires']}{extra}".split():
-        name, floor = requirement.partition(";")[0].partition(",")[0].split(">=")
-        assert pins[name] >= tuple(map(int, floor.split("."))), requirement
+def pins_of(name):
+    lines = (ROOT / name).read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    (exact,) = {spec.operator for pin in pins for spec in pin.specifier}
+    assert exact == "=="
+    return {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+
+
+def requirements_of(setup_cfg, *extras):
+    lists = [setup_cfg["options"]["install_requires"]]
+    lists += [setup_cfg["options.extras_require"][name] for name in extras]
+    return [Requirement(line) for text in lists for line in text.split("\n") if line]
+
+
+def test_every_requirement_of_a_user_ends_where_trials_ended(setup_cfg):
+    extras = {*setup_cfg["options.extras_require"]} - {"dev"}
+    for requirement in requirements_of(setup_cfg, *extras):
+        assert {"<", ">="} == {s.operator for s in requirement.specifier}, str(requirement)
+
+
+@pytest.mark.parametrize("lock", ["constraints-cpu.txt", "constraints-gpu.txt"])
+def test_a_lock_holds_versions_that_every_requirement_allows(setup_cfg, lock):
+    pins = pins_of(lock)
+    cpu = lock == "constraints-cpu.txt"
+    for requirement in requirements_of(setup_cfg, *(("dev", "wandb", "trl") if cpu else ())):
+        name = canonicalize_name(requirement.name)
+        if cpu or name in pins:
+            assert requirement.specifier.contains(pins[name]), str(requirement)
+    assert {"torch", "triton", "transformers", "accelerate"} <= pins.keys()
+
+
+def test_the_locks_are_those_of_ci_and_of_the_recorded_gpu_runs():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "CONSTRAINTS := constraints-cpu.txt\n" in makefile
+    assert len(re.findall(r"\(PIP\).* -c \$\(CONSTRAINTS\)", makefile)) == makefile.count("$(PIP)")
+    text = (ROOT / "benchmarks" / "results" / "h200_recipes.json").read_text()
+    for name, version in pins_of("constraints-gpu.txt").items():
+        assert f'"{name}": "{version}' in text, name
 
 
 def test_ci_runs_what_a_developer_runs():

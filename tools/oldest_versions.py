@@ -41,7 +41,7 @@ def oldest() -> dict[str, str]:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     lines = parser["options"]["install_requires"].split()
-    return dict(line.partition(";")[0].split(">=") for line in lines)
+    return dict(line.partition(";")[0].partition(",")[0].split(">=") for line in lines)
 
 
 def main() -> int:

@@ -56,10 +56,15 @@ def _section(path: str, given: Mapping[str, Any], defs: Mapping[str, Any]) -> It
         yield from _section(below, nested, defs)
 
 
+_INNER = ("items", "additionalProperties")
+
+
 def _nested(field: Mapping[str, Any], defs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The section that a field holds, by itself, as a choice or as a list."""
-    choices = (field, *field.get("anyOf", []), field.get("items", {}))
-    return next((each for each in choices if "properties" in _resolved(each, defs)), None)
+    choices = [field, *field.get("anyOf", [])]
+    choices += [choice[key] for choice in list(choices) for key in _INNER if key in choice]
+    sections = (each for each in choices if isinstance(each, dict))
+    return next((each for each in sections if "properties" in _resolved(each, defs)), None)
 
 
 def _resolved(field: Mapping[str, Any], defs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,6 +88,8 @@ def _value(field: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
         return _value(resolved, defs) if "enum" in resolved else "section"
     if "prefixItems" in field:
         return f"[{', '.join(_value(item, defs) for item in field['prefixItems'])}]"
+    if isinstance(inner := field.get("additionalProperties"), dict):
+        return f"name: {_value(inner, defs)}"
     if field.get("type") == "array":
         return f"list of {_value(field.get('items', {}), defs)}"
     if field.get("type") == "string":

@@ -12,26 +12,38 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-AdvantageKind = Literal["grpo", "dr_grpo"]
+GroupKind = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageKind = Literal[GroupKind, "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+"""As verl names them."""
 
 
 def group_advantages(
     rewards: Sequence[float] | Tensor,
     group_size: int,
     *,
-    kind: AdvantageKind = "grpo",
+    kind: GroupKind = "grpo",
     eps: float = 1e-4,
 ) -> Tensor:
     """Advantages [S] fp32 of S rewards, laid out group by group, each group `group_size` long.
 
     grpo:    (reward - mean) / (std + eps), std the *sample* one (divisor group_size - 1)
     dr_grpo: reward - mean
+    rloo:    reward - mean of the others (leave one out; Ahmadian et al., arXiv 2402.14740)
 
+    A NaN is no reward: its advantage is 0, and mean and std are those of the others.
     A group whose rewards are all equal gets exactly 0. Example: rewards 1, 0 in a group of two have
-    mean 0.5 and sample std sqrt(0.5); dr_grpo gives +0.5 and -0.5, grpo +0.7070 and -0.7070.
+    mean 0.5 and sample std sqrt(0.5); dr_grpo gives +0.5 and -0.5, grpo +0.7070 and -0.7070, rloo
+    +1 and -1.
 
     Raises: ValueError on a group of one, or a number of rewards that groups do not divide.
     """
+    centred = _centred(rewards, group_size, kind, eps)
+    return torch.tensor(centred, dtype=torch.float32)
+
+
+def _centred(
+    rewards: Sequence[float] | Tensor, group_size: int, kind: GroupKind, eps: float = 1e-4
+) -> list[float]:
     values = [float(reward) for reward in rewards]
     if group_size < 2:
         remedy = "a group of one has no baseline; sample more completions per prompt"
@@ -42,15 +54,67 @@ def group_advantages(
     advantages: list[float] = []
     for first in range(0, len(values), group_size):
         group = values[first : first + group_size]
-        mean = math.fsum(group) / len(group)
+        rewarded = [value for value in group if not math.isnan(value)] or [0.0]
+        mean = math.fsum(rewarded) / len(rewarded)
         # The rounded mean of equal numbers need not be that number; no residue may be a signal.
-        equal = min(group) == max(group)
-        centered = [0.0 if equal else value - mean for value in group]
+        equal = min(rewarded) == max(rewarded)
+        centered = [0.0 if equal or math.isnan(value) else value - mean for value in group]
+        if kind == "rloo" and not equal:
+            others = [math.fsum([*rewarded, -value]) / (len(rewarded) - 1) for value in group]
+            pairs = zip(group, others)
+            centered = [0.0 if math.isnan(value) else value - mean for value, mean in pairs]
         if kind == "grpo" and not equal:
-            std = math.sqrt(math.fsum(value * value for value in centered) / (group_size - 1))
+            std = math.sqrt(math.fsum(value * value for value in centered) / (len(rewarded) - 1))
             centered = [value / (std + eps) for value in centered]
         advantages += centered
-    return torch.tensor(advantages, dtype=torch.float32)
+    return advantages
+
+
+def equal_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """bool [groups] from [S], True where all rewards but NaN are equal: advantages are then 0."""
+    groups = rewards.view(-1, group_size)
+    least, most = (torch.where(groups.isnan(), at, groups) for at in (math.inf, -math.inf))
+    return least.amin(dim=1) >= most.amax(dim=1)
+
+
+def token_advantages(
+    kind: AdvantageKind,
+    rewards: Sequence[float] | Tensor,
+    group_size: int,
+    lengths: Sequence[int],
+    *,
+    kl: Sequence[Sequence[float]] | None = None,
+    coefficient: float = 0.0,
+) -> list[Tensor]:
+    """The advantages of each completion's tokens, fp32, `lengths` long, from S rewards in groups.
+
+    grpo, dr_grpo, rloo:          `group_advantages`, equal for all tokens of a completion
+    reinforce_plus_plus:          what a token and those after it earn, `whitened` over all tokens
+    reinforce_plus_plus_baseline: reward - mean of the group, `whitened` over all tokens
+
+    With `kl`, logprob - reference_logprob of each token, a token earns `coefficient` times that
+    less; where advantages are not of tokens, a completion earns the sum of it less.
+    Source: REINFORCE++ (arXiv 2501.03262, equations 3 to 5).
+
+    Raises: ValueError as `group_advantages` does, but for reinforce_plus_plus, which has no groups.
+    """
+    values = [float(reward) for reward in rewards]
+    if kind == "reinforce_plus_plus":
+        shares = kl or [[0.0] * length for length in lengths]
+        given = [token_rewards(v, part, coefficient) for v, part in zip(values, shares)]
+        returns = [
+            generalized_advantages(earned, [0.0] * len(earned), gamma=1.0, gae_lambda=1.0)
+            for earned in given
+        ]
+        return [torch.tensor(part, dtype=torch.float32) for part in whitened(returns)]
+    if kl is not None:
+        values = [v - coefficient * math.fsum(part) for v, part in zip(values, kl, strict=True)]
+    if kind == "reinforce_plus_plus_baseline":
+        centred = _centred(values, group_size, "dr_grpo")
+        parts = whitened([[value] * n for value, n in zip(centred, lengths, strict=True)])
+        return [torch.tensor(part, dtype=torch.float32) for part in parts]
+    advantages = group_advantages(values, group_size, kind=kind)
+    return [value.repeat(n) for value, n in zip(advantages, lengths, strict=True)]
 
 
 def generalized_advantages(

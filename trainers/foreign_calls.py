@@ -6,6 +6,8 @@ they forked. All of that ends here.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import resource
 import signal
@@ -13,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +84,40 @@ def memory_limit(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (before, most))
+
+
+def finished(answer: Any) -> Any:
+    """What a call gave; of an `async` function, what its coroutine returns or raises.
+
+    All coroutines run on one event loop in a thread of its own: a client of a service belongs to
+    the loop that first used it, and a notebook's thread runs a loop of its own already. One that is
+    given up, as by `TimeIsUp`, is cancelled.
+    """
+    if not inspect.isawaitable(answer):
+        return answer
+
+    async def caught() -> tuple[Any, BaseException | None]:
+        try:
+            return await answer, None
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop, and no more
+            return None, error
+
+    running = asyncio.run_coroutine_threadsafe(caught(), _event_loop(os.getpid()))
+    try:
+        returned, error = running.result()
+    finally:
+        running.cancel()
+    if error is not None:
+        raise error
+    return returned
+
+
+@cache
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The running loop of this process: a fork has no threads of the one before."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
 
 
 @contextmanager

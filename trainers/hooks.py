@@ -25,7 +25,7 @@ from rl_consistency.parity.digest import each_digest, joint_digest, list_digest
 from rl_consistency.parity.drift import DriftReport, Sample, compare_logprobs, total_of
 from rl_consistency.parity.drift_monitor import DriftMonitor, Mismatch
 from rl_consistency.parity.gradients import GradientReport, check_gradients
-from rl_consistency.parity.stock import shadow_stock_path
+from rl_consistency.parity.stock import shadow_stock_path, within_budget
 from rl_consistency.trainers.run_directory.manifest import list_files
 from rl_consistency.trainers.run_directory.step_files import Digests
 
@@ -73,6 +73,28 @@ def regrouped(
     return GradientReport(whole.results + some.results, whole.elements, nonzero, bad)
 
 
+NOTABLE_SECONDS = 5.0
+"""What looks at a step is called slow from here on, where it takes longer than the rest."""
+REMEDIES = {
+    "shadow": "lower consistency.shadow_budget or raise shadow_every",
+    "gradient_check": "lower consistency.gradient_check_sequences or raise gradient_check_every",
+    "critic_gradient_check": "raise consistency.gradient_check_every",
+    "value_check": "raise consistency.value_check_every",
+}
+
+
+def slow_checks(metrics: Mapping[str, Any]) -> list[str]:
+    """What took longer than the rest of the step of these metrics, each with its remedy."""
+    seconds = {name: metrics.get(f"time/{name}_seconds", 0.0) for name in REMEDIES}
+    rest = metrics["time/step_seconds"] - sum(seconds.values())
+    return [
+        f"the {name.replace('_', ' ')} took {took:.0f} s, the step without checks {rest:.0f} s; "
+        f"{REMEDIES[name]}"
+        for name, took in seconds.items()
+        if took > max(rest, NOTABLE_SECONDS)
+    ]
+
+
 COUNTED = {
     "value_check/values": "values_checked",
     "value_check/mismatched_values": "values_mismatched",
@@ -100,6 +122,7 @@ class ConsistencyHook:
     gradient_check_every: int = 0
     value_check_every: int = 0
     shadow_every: int = 0
+    shadow_budget: int | None = None
     micro_batch_size: int | None = None
     """Sequences of one stock training pass, whose speed is measured too; None leaves it out."""
     on_drift: OnDrift = "raise"
@@ -111,7 +134,9 @@ class ConsistencyHook:
     expected_fingerprint: Fingerprint | None = None
     """Fingerprint of the other side, when rollout and training are different programs."""
     warn: Callable[[str], None] = print
-    """Called with one line when `on_drift` is `warn`, and when a check had nothing to compare."""
+    """Called with one line when `on_drift` is `warn`, and when a check compared nothing or less."""
+    progress: Callable[[str], None] = lambda phase: None
+    """Told what begins that takes long."""
 
     def __post_init__(self) -> None:
         self._session = patched_session(self.model)
@@ -132,6 +157,7 @@ class ConsistencyHook:
         self.stock: DriftReport | None = None
         self.counted = dict.fromkeys(COUNTED.values(), 0)
         audit = schedule_audit()
+        self._is_cut_told = False
         self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
         self._mismatch: Mismatch | None = None
@@ -267,11 +293,21 @@ class ConsistencyHook:
         return found
 
     def _shadow(self, rollout: Rollout) -> Metrics:
+        self.progress("stock shadow")
         started = perf_counter()
+        whole, prompts = rollout.sequences, rollout.prompt_lengths
+        sequences = within_budget(whole, prompts, self.shadow_budget)
+        if (tokens := sum(map(len, sequences))) < sum(map(len, whole)) and not self._is_cut_told:
+            self._is_cut_told = True
+            self.warn(
+                f"step {rollout.step}: the stock path was measured on {len(sequences)} of "
+                f"{len(whole)} completions, at most {self.shadow_budget} tokens of each "
+                "(consistency.shadow_budget; null = all)"
+            )
         shadow = shadow_stock_path(
             self._session,
-            rollout.sequences,
-            rollout.prompt_lengths,
+            sequences,
+            prompts[: len(sequences)],
             temperature=rollout.sampling.temperature,
             micro_batch_size=self.micro_batch_size,
         )
@@ -280,7 +316,6 @@ class ConsistencyHook:
         speed = shadow.drift.tokens / shadow.rollout_seconds
         metrics["time/stock_rollout_tokens_per_second"] = speed
         if shadow.training_seconds is not None:
-            tokens = sum(map(len, rollout.sequences))
             metrics["time/stock_training_tokens_per_second"] = tokens / shadow.training_seconds
         metrics["time/shadow_seconds"] = perf_counter() - started
         return metrics
@@ -303,6 +338,7 @@ class ConsistencyHook:
     def _compared(self, name: str, check: Callable[[], GradientReport], whose: str = "") -> Metrics:
         if not self._due(self.gradient_check_every):
             return {}
+        self.progress(f"{whose}gradient check")
         started = perf_counter()
         report = check()
         empty = report.without_gradient

@@ -71,6 +71,9 @@ def check_machine(config: RunConfig) -> RunConfig:
     if strategy.startswith("zero") and find_spec("deepspeed") is None:
         remedy = "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
         raise ValueError(f"training.strategy {strategy}: deepspeed is not installed: {remedy}")
+    if config.optimizer.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        remedy = "pip install 'rl-consistency[8bit]', or set it to adamw"
+        raise ValueError(f"optimizer.name adamw_8bit: bitsandbytes is not installed: {remedy}")
     training = config.training.model_copy(update={"strategy": strategy})
     return config.model_copy(update={"training": training})
 

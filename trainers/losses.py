@@ -6,16 +6,16 @@ holds no padding, so a loss has none to mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
-from typing import Literal, Self, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.reduction.sums import masked_sum
+from rl_consistency.kernels.reduction.sums import masked_sum, tree_sum
 from rl_consistency.models.packing import from_host
 
 
@@ -77,6 +77,29 @@ def per_token(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 WeightKind = Literal["grpo", "dr_grpo", "dapo"]
+Surrogate = Literal["token", "sequence", "detached"]
+LossKind = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+
+
+class LossForm(NamedTuple):
+    """What a loss of this name is made of, and the range of its clip where a recipe gives none."""
+
+    weights: WeightKind
+    surrogate: Surrogate = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+
+LOSSES: Mapping[LossKind, LossForm] = {
+    "grpo": LossForm("grpo"),
+    "dr_grpo": LossForm("dr_grpo"),
+    "dapo": LossForm("dapo"),
+    "gspo": LossForm("grpo", "sequence", 3e-4, 4e-4),
+    "cispo": LossForm("dapo", "detached", 1.0, 4.0),
+}
+"""Sources: DeepSeekMath (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), GSPO
+(2507.18071, whose section 5.1 has this range), CISPO (MiniMax-M1, 2506.13585; it has no lower bound
+and names no upper one: 5 is that of ScaleRL, 2510.13786, and of TRL's documentation)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,7 +111,8 @@ class ClippedLoss:
     terms: Tensor
     """fp32, weight * term of each token: what `loss` sums."""
     clipped: Tensor
-    """bool, tokens whose surrogate or value is clipped and has no gradient."""
+    """bool, tokens whose surrogate or value is clipped and has no gradient; in CISPO those whose
+    weight is clipped, which keep one."""
 
     def to(self, device: torch.device | str) -> Self:
         """This loss on another device, detached."""
@@ -113,7 +137,7 @@ class LossOutput(ClippedLoss):
     logprobs: Tensor
     """fp32, those of the batch."""
     ratio: Tensor
-    """fp32, importance ratio exp(logprob - old_logprob)."""
+    """fp32, importance ratio exp(logprob - old_logprob); in GSPO that of the sequence."""
     kl_k1: Tensor | None = None
     """fp32, logprob - reference_logprob; None without a reference."""
     kl_k3: Tensor | None = None
@@ -187,6 +211,7 @@ def policy_loss(
     batch: TokenBatch,
     weights: Tensor,
     *,
+    surrogate: Surrogate = "token",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     kl_coefficient: float = 0.0,
@@ -194,10 +219,18 @@ def policy_loss(
 ) -> LossOutput:
     """The clipped policy loss of the tokens of `batch`, weighted by `weights` ([N] fp32).
 
-    The surrogate is min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). A token at the
-    very border is not clipped. The KL term is the k3 estimate of KL(policy || reference), on-policy
-    (not importance weighted), as in GRPO. A non-finite logprob gives a non-finite loss: nothing is
-    replaced.
+    token:    min(ratio * A, clip(ratio) * A), clip to [1 - clip_low, 1 + clip_high] (PPO, GRPO)
+    sequence: the same with the ratio of the sequence, the exponential of the mean of the
+              log-ratios of its tokens (GSPO, equation 7)
+    detached: clip(ratio) * A * logprob, the clipped ratio without a gradient (CISPO, equation 4)
+
+    The sum of a sequence's log-ratios has the order `row_reduction`; mean and exponential round
+    once each, to fp32. Its gradient is that of GSPO's equation 10, given to each token as in
+    equation 13: with advantages and weights that are equal within a sequence the two are one.
+
+    A token at the very border is not clipped. The KL term is the k3 estimate of KL(policy ||
+    reference), on-policy (not importance weighted), as in GRPO. A non-finite logprob gives a
+    non-finite loss: nothing is replaced.
 
     Example: with DAPO's clip-higher, 0.28, a token with a positive advantage stops pushing once its
     ratio exceeds 1.28, one with a negative advantage once its ratio is under 0.8.
@@ -207,17 +240,27 @@ def policy_loss(
     if weights.shape != batch.logprobs.shape or weights.dtype != torch.float32:
         expected, got = list(batch.logprobs.shape), f"{weights.dtype} {list(weights.shape)}"
         raise ValueError(f"weights must be fp32 {expected}, got {got}")
-    ratio = torch.exp(batch.logprobs - batch.old_logprobs)
+    log_ratio = batch.logprobs - batch.old_logprobs
+    if surrogate == "sequence":
+        # Its own value has a gradient at each token: none is added up over a sequence.
+        mean = per_token(sequence_means(log_ratio.detach(), batch.lengths), batch.lengths)
+        log_ratio = mean + (batch.logprobs - batch.logprobs.detach())
+    ratio = torch.exp(log_ratio)
     advantages, low, high = batch.advantages, 1.0 - clip_low, 1.0 + clip_high
-    # A selection rather than torch.minimum, whose gradient at a tie is split between its two
-    # arguments: at ratio 1, the whole first update, every token is a tie.
-    rises, falls = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
-    clipped = (rises | falls).detach()
-    term = -(torch.where(clipped, ratio.detach().clamp(low, high), ratio) * advantages)
+    bounded = ratio.detach().clamp(low, high)
+    if surrogate == "detached":
+        clipped = bounded != ratio.detach()
+        term = -(bounded * advantages * batch.logprobs)
+    else:
+        # A selection rather than torch.minimum, whose gradient at a tie is split between its two
+        # arguments: at ratio 1, the whole first update, every token is a tie.
+        rises, falls = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
+        clipped = (rises | falls).detach()
+        term = -(torch.where(clipped, bounded, ratio) * advantages)
     kl_k1 = kl_k3 = None
     if batch.reference_logprobs is not None:
-        log_ratio = batch.reference_logprobs - batch.logprobs
-        kl_k1, kl_k3 = -log_ratio.detach(), torch.exp(log_ratio) - log_ratio - 1.0
+        to_policy = batch.reference_logprobs - batch.logprobs
+        kl_k1, kl_k3 = -to_policy.detach(), torch.exp(to_policy) - to_policy - 1.0
     if kl_coefficient:
         term = term + kl_coefficient * _needed(kl_k3, "kl_coefficient", "reference_logprobs")
     if entropy_coefficient:
@@ -234,6 +277,19 @@ def policy_loss(
         kl_k3=None if kl_k3 is None else kl_k3.detach(),
         entropy=None if batch.entropy is None else batch.entropy.detach(),
     )
+
+
+def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[N] fp32 -> [S], the mean over each sequence's tokens; 0 for a sequence without any.
+
+    Each is a `tree_sum` of the sequence alone: zeros behind it change no pairwise sum.
+    """
+    count, ends = np.asarray(lengths)[:, None], np.cumsum(lengths)[:, None]
+    place = np.arange(max(lengths))[None]
+    index = np.where(place < count, ends - count + place, len(values))
+    rows = torch.cat([values, values.new_zeros(1)])[from_host(index, values.device)]
+    divisor = np.maximum(count[:, 0], 1).astype(np.float32)
+    return tree_sum(rows) / from_host(divisor, values.device)
 
 
 def with_balance(output: LossOutput, balance: Tensor, weight: float) -> LossOutput:

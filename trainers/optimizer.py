@@ -1,4 +1,4 @@
-"""AdamW over fp32 weights, whatever the policy's dtype, with clipping in a fixed order."""
+"""An optimizer over fp32 weights, whatever the policy's dtype, with clipping in a fixed order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import get_scheduler
 
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.strategies.strategy import Strategy, by_decay
+from rl_consistency.trainers.update_rules import build_optimizer, empty_state, put_state, state_of
 
 
 class GradientNormError(ValueError):
@@ -17,16 +18,11 @@ class GradientNormError(ValueError):
 
 
 class PolicyOptimizer:
-    """torch's AdamW and a transformers schedule.
+    """An optimizer of `update_rules` and a transformers schedule.
 
     A bf16 or fp16 policy is updated through fp32 master weights, which are rounded into the policy
     after every step; an fp32 policy is its own master. Where ranks keep shards, a rank updates its
     own. Norms' weights and biases are a group of their own, without decay unless `decay_norms`.
-
-    On a GPU the update is torch's fused one, elsewhere the plain loop. Either is one formula
-    applied element by element, so that an element's update does not depend on the tensor it is in;
-    the two round differently. Foreach is not used: its choice of path, hence its rounding, depends
-    on the other tensors of the list.
     """
 
     def __init__(self, ranks: Strategy, section: OptimizerSection, *, total_steps: int):
@@ -34,23 +30,9 @@ class PolicyOptimizer:
         groups = by_decay(ranks.masters(), ranks.decays)
         self._masters = {name: master for group in groups for name, master in group.items()}
         decayed = [bool(section.decay_norms or ranks.decays & group.keys()) for group in groups]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": list(group.values()), "weight_decay": section.weight_decay * decay}
-                for group, decay in zip(groups, decayed, strict=True)
-            ],
-            lr=section.learning_rate,
-            betas=section.betas,
-            eps=section.eps,
-            foreach=False,
-            fused=all(master.is_cuda for master in self._masters.values()),
-        )
-        self._schedule: Any = get_scheduler(
-            "constant_with_warmup" if section.schedule == "constant" else section.schedule,
-            optimizer=self._adamw,
-            num_warmup_steps=section.warmup_steps,
-            num_training_steps=total_steps,
-        )
+        decays = [section.weight_decay * decay for decay in decayed]
+        self._optimizer = build_optimizer(section, list(zip(groups, decays, strict=True)))
+        self._schedule: Any = _schedule(self._optimizer, section, total_steps)
         self.begun = 0
         """Updates that were begun by this process."""
 
@@ -78,7 +60,7 @@ class PolicyOptimizer:
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients.values():
                 gradient.mul_(self._max_norm / norm)
-        self._ranks.update(self._adamw, self._masters, gradients)
+        self._ranks.update(self._optimizer, self._masters, gradients)
         self._schedule.step()
         self._ranks.drop_gradients()
         return norm
@@ -96,9 +78,8 @@ class PolicyOptimizer:
         found: dict[str, dict[str, Tensor]] = {}
         for name, master in self._masters.items():
             parts = {"master": master} if self._ranks.dtype != torch.float32 else {}
-            for key, value in {**self._adamw.state.get(master, {}), **parts}.items():
-                if isinstance(value, Tensor):
-                    found.setdefault(key, {})[name] = value.detach()
+            for key, value in {**state_of(self._optimizer, master), **parts}.items():
+                found.setdefault(key, {})[name] = value.detach()
         named = {key: self._ranks.pieces(cut) for key, cut in found.items()}
         return {
             f"{name}.{key}": value.to("cpu", copy=True) if self._ranks.keeps_shards else value
@@ -112,24 +93,48 @@ class PolicyOptimizer:
         return {k: v for k, v in state.items() if isinstance(v, int | float | list | bool)}
 
     def load(self, tensors: dict[str, Tensor], schedule: dict[str, Any]) -> None:
-        """Continue from what `tensors` and `schedule_state` gave."""
-        own: dict[str, Any] = {}
-        for kind in dict.fromkeys(key.rpartition(".")[2] for key in tensors):
-            empty = torch.zeros_like if kind != "step" else lambda master: torch.zeros(())
-            own[kind] = {name: empty(master) for name, master in self._masters.items()}
-        if "master" in own:
-            own["master"] = self._masters
+        """Continue from what `tensors` and `schedule_state` gave. The rate is that of this
+        optimizer's own schedule after as many steps."""
+        own: dict[str, dict[str, Tensor]] = {"master": dict(self._masters)}
+        begun = any(not key.endswith(".master") for key in tensors)
+        states = {
+            name: empty_state(self._optimizer, master)
+            for name, master in self._masters.items()
+            if begun
+        }
+        for name, state in states.items():
+            for kind, value in state.items():
+                own.setdefault(kind, {})[name] = value
         pieces = {kind: self._ranks.pieces(cut) for kind, cut in own.items()}
         with torch.no_grad():
             for key, value in tensors.items():
                 name, _, kind = key.rpartition(".")
                 part = value if kind == "step" else self._ranks.part(name, value)
                 pieces[kind][name].copy_(part)
-        own.pop("master", None)
-        states = {i: {k: cut[n] for k, cut in own.items()} for i, n in enumerate(self._masters)}
-        groups = self._adamw.state_dict()["param_groups"]
-        self._adamw.load_state_dict({"state": states, "param_groups": groups})
-        self._schedule.load_state_dict({**self._schedule.state_dict(), **schedule})
-        rates = self._schedule.get_last_lr()
-        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+        for name, state in states.items():
+            put_state(self._optimizer, self._masters[name], state)
+        done = {name: schedule[name] for name in ("last_epoch", "_step_count")}
+        self._schedule.load_state_dict({**self._schedule.state_dict(), **done})
+        given = zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
+        rates = [base * share(self._schedule.last_epoch) for base, share in given]
+        self._schedule._last_lr = rates
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _schedule(optimizer: Any, section: OptimizerSection, total_steps: int) -> Any:
+    """transformers' schedule of this name, ending at `ends_at` of each group's rate."""
+    name, given, end = section.schedule, {}, section.ends_at
+    if name == "constant":
+        name = "constant_with_warmup"
+    elif end and name == "linear":
+        name, given = "polynomial", {"lr_end": optimizer.defaults["lr"] * end, "power": 1.0}
+    elif end:
+        name, given = "cosine_with_min_lr", {"min_lr_rate": end}
+    return get_scheduler(
+        name,
+        optimizer=optimizer,
+        num_warmup_steps=section.warmup_steps,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=given,
+    )

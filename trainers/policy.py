@@ -18,14 +18,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from rl_consistency.models.families import FAMILIES, mixins
 from rl_consistency.models.moe import CanonicalMoEBlock
+from rl_consistency.rollout.tokenizer import eos_token_ids, require_fit
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.foreign_files import explained
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
+from rl_consistency.trainers.hub import model_directory
 from rl_consistency.trainers.policy_files import (
     PolicyError,
     check_config_file,
@@ -52,29 +53,29 @@ def load_policy(
     """The model of a recipe, on `device` in `policy.dtype`, and its tokenizer.
 
     A built model's weights are a function of its sizes and `seed`. The global random state stays as
-    it was. Only `policy.hub` downloads anything, and code that comes with a model is never run.
-    PolicyError or ValueError where model or tokenizer cannot be loaded.
+    it was. Only a name of the hub downloads anything, and code that comes with a model is never
+    run. PolicyError or ValueError where model or tokenizer cannot be loaded.
     """
-    if policy.path is not None:
-        read_config(policy.path)  # first: the tokenizer reads the same file, and would be blamed
-    source = policy.path or policy.hub
+    source = None if policy.source is None else model_directory(policy.source)[0]
+    if source is not None:
+        read_config(source)  # first: the tokenizer reads the same file, and would be blamed
     if tokenizer.kind == "byte":
         loaded = byte_tokenizer()
     elif source is None:
-        raise PolicyError("tokenizer.kind auto needs policy.path or policy.hub: use byte")
+        raise PolicyError("tokenizer.kind auto needs policy.path: use byte")
     else:
-        loaded = load_tokenizer(source, local=policy.path is not None)
+        loaded = load_tokenizer(source)
     dtype = DTYPES[policy.dtype]
     if policy.build is not None:
         model = build_model(policy.build, loaded, seed=seed, dtype=dtype)
     else:
         assert source is not None
-        model = read_model(source, dtype, local=policy.path is not None)
-    embedding: Any = model.get_input_embeddings()
-    if len(loaded) > (rows := embedding.weight.shape[0]):
-        problem = f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}"
-        raise PolicyError(f"{problem}: tokenizer.kind auto takes the model's own tokenizer")
-    eos_token_ids(model, loaded)
+        model = read_model(source, dtype)
+    try:
+        require_fit(model, loaded)
+        eos_token_ids(model, loaded)
+    except ValueError as error:
+        raise PolicyError(f"{error}; tokenizer.kind auto takes the model's own") from error
     what = f"{source or 'policy.build'}: a checkpoint could not hold its config.json"
     with TemporaryDirectory() as place, explained(PolicyError, what):
         model.config.save_pretrained(place)
@@ -132,23 +133,6 @@ def check_policy(config: RunConfig, model: PreTrainedModel) -> None:
         raise PolicyError(f"algorithm.balance_coefficient {coefficient}: {problem}: set it to 0")
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's and those of the generation config, sorted.
-
-    PolicyError where one is no token of the model.
-    """
-    generation = model.generation_config
-    configured = generation.eos_token_id if generation is not None else None
-    listed = configured if isinstance(configured, list) else [configured]
-    ids = [i for i in [*listed, tokenizer.eos_token_id] if i is not None]
-    embedding: Any = model.get_input_embeddings()
-    rows = embedding.num_embeddings  # ZeRO-3 empties the weight
-    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
-        problem = f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}"
-        raise PolicyError(f"{problem}: mend generation_config.json or the tokenizer")
-    return tuple(sorted(set(ids)))
-
-
 def unread_sampling(model: PreTrainedModel) -> str | None:
     """What is said of a generation config's rules, which `rollout.sampling` stands in place of."""
     config = model.generation_config
@@ -168,30 +152,29 @@ def read_config(directory: Path) -> PreTrainedConfig:
         )
 
 
-def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:
-    """The model of a directory or, with `local=False`, of the hub, on the CPU.
+def read_model(
+    source: Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """The model of a directory, on the CPU; `kind` is the auto class that knows its head.
 
     PolicyError where its weights are damaged, do not fit its configuration, or are not finite.
     """
     with ExitStack() as stack:
         stack.enter_context(explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"))
-        if local and logging.is_progress_bar_enabled():  # before the first line of a run
+        if logging.is_progress_bar_enabled():  # before the first line of a run
             logging.disable_progress_bar()
             stack.callback(logging.enable_progress_bar)
         try:
-            files = check_weights(Path(source)) if local else {}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files = check_weights(source)
+            loaded: Any = kind.from_pretrained(
                 str(source),
                 dtype=dtype,
-                local_files_only=local,
+                local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, with the tensor's name
             )
-            if not local:
-                config_file: Any = cached_file(str(source), "config.json", local_files_only=True)
-                files = check_weights(Path(config_file).parent)
         except SafetensorError as error:
             problem = f"its weights are truncated or damaged ({error}): copy or download them again"
             raise PolicyError(f"{source}: {problem}") from error

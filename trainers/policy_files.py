@@ -54,7 +54,9 @@ def json_object(file: Path) -> dict[str, Any]:
 def check_config_file(directory: Path) -> None:
     """Refuse a directory without a config.json, and one whose numbers mean nothing."""
     if not directory.is_dir():
-        raise PolicyError(f"no model directory {directory}: give one that save_pretrained wrote")
+        raise PolicyError(
+            f"no model directory {directory}: give one that save_pretrained or import-gguf wrote"
+        )
     file = directory / "config.json"
     if not file.is_file():
         raise PolicyError(f"{directory} has no config.json: it is no model directory")

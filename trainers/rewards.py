@@ -8,24 +8,50 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import nan
+from math import isnan, nan
 from numbers import Real
+from pathlib import Path
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import numpy as np
 from torch import Tensor
 
+from rl_consistency.trainers.config.data_sections import BUILT_IN as NAMES
+from rl_consistency.trainers.config.data_sections import (
+    Per,
+    RewardFunctionSection,
+    RewardSignature,
+)
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.config.sections import RewardSignature
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.data.prompts import PromptSet
-from rl_consistency.trainers.foreign_calls import LeftChanged, TimeIsUp, guarded, time_limit
+from rl_consistency.trainers.foreign_calls import (
+    LeftChanged,
+    TimeIsUp,
+    finished,
+    guarded,
+    time_limit,
+)
 from rl_consistency.trainers.interrupts import interrupts_heard
+from rl_consistency.trainers.reward_calls import (
+    ARGUMENTS,
+    OF_ONE,
+    all_scores,
+    named_arguments,
+    of_verl,
+    score_of,
+    source_digest,
+    takes_ids,
+    takes_one,
+)
+from rl_consistency.trainers.reward_files import FILE, load_file, module_name
 
 Texts = Sequence[str]
 
@@ -51,7 +77,7 @@ def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any)
     return [float(total == answer) for total, answer in zip(totals, answers, strict=True)]
 
 
-BUILT_IN = {f.__name__: f for f in (exact_match, gsm8k, arithmetic)}
+BUILT_IN = dict(zip(NAMES, (exact_match, gsm8k, arithmetic), strict=True))
 
 # A minus sign counts only where no number or closing bracket stands before it: 5-3 is 5 and 3.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?\d[\d,]*(?:\.\d+)?", re.ASCII)
@@ -73,14 +99,6 @@ def reference_number(answer: str) -> Decimal:
     return number
 
 
-ARGUMENTS = {
-    "ours": frozenset({"prompts", "completions", "answers"}),
-    "trl": frozenset({"prompts", "completions", "completion_ids"}),
-}
-"""Signature -> the lists that every function of that signature is given. One of ours is given
-`completion_ids` too, where it names them or takes any argument."""
-
-
 class RewardError(ValueError):
     """A reward function that cannot be found or gave no usable score; names it and the sample."""
 
@@ -93,15 +111,31 @@ class RewardFunction:
     function: Callable[..., Any]
     weight: float = 1.0
     signature: RewardSignature = "ours"
-    answer_field: str = "answer"
-    """The name of the answer among the columns of signature trl."""
+    answer_field: str | None = "answer"
+    """The name of the answer among the columns of signature trl; None where there is none."""
+    per: Per = "batch"
+    """Of signature ours, whether it is called with lists or with one completion at a time."""
+    digest: str | None = None
+    """Of what decides on its scores, where that is no module's file."""
 
     def columns(self, fields: frozenset[str]) -> frozenset[str]:
         """The names of its arguments, where the data has these further fields."""
-        further = {"completion_ids"} if _takes_ids(self.function) else set[str]()
+        if self.signature == "verl":
+            return ARGUMENTS["verl"]
+        further = {"completion_ids"} if takes_ids(self.function) else set[str]()
         if self.signature == "trl":
-            further = {self.answer_field}
-        return ARGUMENTS[self.signature] | fields | further
+            further = {self.answer_field} if self.answer_field else set()
+        if self.per == "batch":
+            return ARGUMENTS[self.signature] | fields | further
+        ones = {OF_ONE[name] for name in ARGUMENTS["ours"]}
+        return named_arguments(ones | fields | further, self.function)
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Names that no field of the data may have."""
+        if self.signature == "verl":
+            return ARGUMENTS["ours"]  # the lists that its arguments are taken from
+        return self.columns(frozenset()) | (ARGUMENTS["ours"] if self.per == "sample" else set())
 
     def arguments(
         self,
@@ -118,69 +152,103 @@ class RewardFunction:
         prompts: list[Any] = [example.prompt for example in examples]
         answered: list[Any] = list(completions)
         ids = [list(part) for part in token_ids]
-        if self.signature == "ours":
+        if self.signature != "trl":
             given = {"prompts": prompts, "completions": answered, "answers": answers} | columns
-            return given | ({"completion_ids": ids} if _takes_ids(self.function) else {})
+            return given | ({"completion_ids": ids} if takes_ids(self.function) else {})
         for index, messages in enumerate(example.messages for example in examples):
             if messages is not None:
                 prompts[index] = [copy.deepcopy(dict(message)) for message in messages]
                 answered[index] = [{"role": "assistant", "content": completions[index]}]
         given = {"prompts": prompts, "completions": answered, "completion_ids": ids}
-        return given | columns | {self.answer_field: answers}
+        return given | columns | ({self.answer_field: answers} if self.answer_field else {})
+
+    def __call__(self, given: Mapping[str, list[Any]]) -> Any:
+        """What the function returns for the lists of `arguments`; of one that is called with one
+        completion at a time a list, to be awaited where the function is async."""
+        if self.per == "batch" and self.signature != "verl":
+            return self.function(**given)
+        each = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+        if self.signature == "verl":
+            found = [self.function(**of_verl(one)) for one in each]
+        else:
+            ones = [{OF_ONE.get(name, name): one[name] for name in one} for one in each]
+            names = named_arguments(set(ones[0]) if ones else set(), self.function)
+            found = [self.function(**{name: one[name] for name in names}) for one in ones]
+        if any(map(inspect.isawaitable, found)):
+            return all_scores(found)
+        return [score_of(value) for value in found]
 
     def place_of(self, error: BaseException) -> str:
         """`, at FILE, line N` of what the user wrote, where the function raised; else ""."""
         if self.name in BUILT_IN:
             return ""
-        named = self.name.partition(":")[0], getattr(self.function, "__module__", None)
+        named = module_name(self.name), getattr(self.function, "__module__", None)
         return _place(error, *(module for module in named if isinstance(module, str)))
 
 
-def _takes_ids(function: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `completion_ids`, or takes any."""
-    try:
-        found = inspect.signature(function).parameters
-    except ValueError:
-        return False  # written in C
-    return "completion_ids" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """The reward function of that name: built in, or `package.module:function`."""
+def resolve(name: str, folder: Path | None = None) -> Callable[..., Any]:
+    """The reward function of that name: built in, `package.module:function`, or `file.py:function`
+    with a file relative to `folder` or, if it is not there, to the working directory."""
     if ":" not in name:
         if name in BUILT_IN:
             return BUILT_IN[name]
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         known = f"Built in are {', '.join(BUILT_IN)}; your own is named package.module:function"
+        known += " or file.py:function"
         raise RewardError(f"unknown reward function {name!r}: {hint}{known}")
-    module_name, _, attribute = name.partition(":")
+    source, _, attribute = name.rpartition(":")
     try:
         with interrupts_heard(), guarded():
-            module = importlib.import_module(module_name)
+            if FILE.fullmatch(name):
+                module = load_file(name, [*([folder] if folder else []), Path.cwd()])
+            else:
+                module = importlib.import_module(source)
             function = getattr(module, attribute, None)
     except BaseException as error:  # the module is others' code, as in _call
         if not isinstance(error, KeyboardInterrupt):
-            problem = f"reward function {name!r}: cannot import {module_name!r}: {one_line(error)}"
-            problem += _place(error, module_name)
-            missing = isinstance(error, ImportError)
+            problem = f"reward function {name!r}: cannot import {source!r}: {one_line(error)}"
+            problem += _place(error, module_name(name))
+            missing = isinstance(error, ImportError) and not FILE.fullmatch(name)
             remedy = "; install it or put its folder on PYTHONPATH" if missing else ""
             raise RewardError(problem + remedy) from error
         raise
     if not callable(function):
-        raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
+        raise RewardError(f"reward function {name!r}: {source} has no function {attribute!r}")
     return function
 
 
-def fitting_rewards(config: RunConfig, *sets: PromptSet | None) -> list[RewardFunction]:
-    """The reward functions of a recipe; RewardError where one cannot be found or does not fit the
-    data of the sets (see `check_data`)."""
-    answer = config.data.answer_field
-    functions = [
-        RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)
-        for term in config.reward.functions
-    ]
-    for prompts in filter(None, sets):
+def _term(
+    config: RunConfig, section: RewardFunctionSection, given: Mapping[str, Callable[..., Any]]
+) -> RewardFunction:
+    """One term of the reward; `given` are functions by the names that they have in the recipe."""
+    name, answer, digest = section.key, config.data.answer_field, None
+    if section.model is not None:
+        from rl_consistency.trainers.reward_model import RewardModel
+
+        model = RewardModel(section.model, config.run.device)
+        return RewardFunction(name, model, section.weight, "trl", answer, digest=model.digest)
+    if name in given:
+        function = given[name]
+        digest = source_digest(function)
+    else:
+        function = resolve(name, config.reward.folder)
+        if answer is None and name in BUILT_IN:
+            problem = "compares with answers, and data.answer_field is null"
+            raise RewardError(f"reward function {name} {problem}: give a function of your own")
+    per = section.per or ("sample" if takes_one(function) else "batch")
+    return RewardFunction(name, function, section.weight, section.signature, answer, per, digest)
+
+
+def fitting_rewards(
+    config: RunConfig,
+    *sets: PromptSet,
+    given: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> list[RewardFunction]:
+    """The reward functions of a recipe, of which some are `given`, not named; RewardError where one
+    cannot be found or does not fit the data of the sets (see `check_data`)."""
+    functions = [_term(config, section, given) for section in config.reward.functions]
+    for prompts in sets:
         check_data(functions, prompts.examples)
     return functions
 
@@ -195,7 +263,7 @@ def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example])
     names = [frozenset(example.extra) for example in examples]
     everywhere, anywhere = frozenset.intersection(*names), frozenset.union(*names)
     for term in functions:
-        if taken := sorted(anywhere & term.columns(frozenset())):
+        if taken := sorted(anywhere & term.reserved):
             problem = "has the name of an argument that every reward function takes"
             raise RewardError(f"the data field {', '.join(taken)} {problem}: rename it in the data")
         for example in examples if term.function is gsm8k else ():
@@ -237,8 +305,19 @@ class Rewards:
     """The rewards of a batch of completions, unweighted by function name and in all."""
 
     total: list[float]
-    """Weighted sum per completion, added in the order of the functions."""
-    by_function: dict[str, list[float]]
+    """Weighted sum per completion, added in the order of the functions; NaN where none applied."""
+    by_function: dict[str, list[float | None]]
+    """None where a function did not apply."""
+
+    def taken(self, samples: Sequence[int]) -> Rewards:
+        """Those of these completions, in this order."""
+        found = {name: [each[i] for i in samples] for name, each in self.by_function.items()}
+        return Rewards([self.total[i] for i in samples], found)
+
+    def followed_by(self, other: Rewards) -> Rewards:
+        """These, and those of further completions."""
+        found = {name: each + other.by_function[name] for name, each in self.by_function.items()}
+        return Rewards(self.total + other.total, found)
 
 
 def compute_rewards(
@@ -254,20 +333,47 @@ def compute_rewards(
     `token_ids` are those of the completions, special tokens included. `timeout` is in seconds, of
     one call of a function.
 
+    A function may be `async`; functions are called one after another. Where one returns None it
+    does not apply, and the others are added. A completion to which none applies is warned of.
+
     RewardError, naming function and sample, when a function raises, takes too long, or does not
-    return one finite number within float32 for each completion.
+    return None or a finite number within float32 for each completion.
     """
     batch = _Batch(examples, completions, token_ids or [[]] * len(examples), timeout)
     total = [0.0] * len(completions)
-    by_function: dict[str, list[float]] = {}
+    by_function: dict[str, list[float | None]] = {}
     for term in functions:
         scores = _scores(term, batch)
         by_function[term.name] = scores
-        total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
+        pairs = zip(total, scores, strict=True)
+        total = [sum_ if score is None else sum_ + term.weight * score for sum_, score in pairs]
+    columns = zip(*by_function.values(), strict=True)
+    none = [i for i, scores in enumerate(columns) if all(score is None for score in scores)]
+    if none:
+        warnings.warn(
+            f"all reward functions returned None for {batch.sample(none[0])} ({len(none)} such "
+            "completions): it has no reward, and its advantage is 0",
+            stacklevel=2,
+        )
     if wrong := [i for i, value in enumerate(total) if not abs(value) <= LARGEST]:
         value, sample = total[wrong[0]], batch.sample(wrong[0])
         raise RewardError(f"the weighted rewards add up to {value} for {sample}")
+    total = [nan if i in none else value for i, value in enumerate(total)]
     return Rewards(total, by_function)
+
+
+def require_rewards(rewards: Tensor, algorithm: str) -> None:
+    """RewardError where a completion has none, which only a comparison in groups can leave out."""
+    if bool(rewards.isnan().any()):
+        raise RewardError(
+            f"all reward functions returned None for a completion, and {algorithm} needs the "
+            "reward of each: let one function score them all, or set algorithm.advantage to grpo"
+        )
+
+
+def known(scores: Sequence[float | None]) -> list[float]:
+    """The scores of those that have one."""
+    return [score for score in scores if score is not None and not isnan(score)]
 
 
 @dataclass(frozen=True)
@@ -283,10 +389,11 @@ class _Batch:
         return f"sample {index}, example {self.examples[index].id}, completion {text:.80}"
 
 
-def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
+def _scores(term: RewardFunction, batch: _Batch) -> list[float | None]:
     scores, error = _call(term, batch)
     count = len(batch.completions)
-    numbers = [_number(score) for score in scores] if type(scores) is list else []
+    given = scores if type(scores) is list else []
+    numbers = [None if score is None else _number(score) for score in given]
     if isinstance(error, TimeIsUp):
         limit = f"{batch.timeout:g} s for {count} completions (reward.timeout)"
         problem = f"took longer than {limit}{term.place_of(error)}: raise it or give up earlier"
@@ -301,9 +408,9 @@ def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
     elif len(scores) != count:
         first = f"sample {min(len(scores), count)} is the first unmatched one"
         problem = f"returned {len(scores)} scores for {count} completions: {first}"
-    elif wrong := [i for i, number in enumerate(numbers) if not abs(number) <= LARGEST]:
+    elif wrong := [i for i, n in enumerate(numbers) if n is not None and not abs(n) <= LARGEST]:
         value, sample = shown(scores[wrong[0]]), batch.sample(wrong[0])
-        problem = f"returned {value:.60}, not a finite float32, for {sample}"
+        problem = f"returned {value:.60}, not a finite float32 or None, for {sample}"
     else:
         return numbers
     raise RewardError(f"reward function {term.name!r} {problem}") from error
@@ -332,7 +439,7 @@ def _call(term: RewardFunction, batch: _Batch) -> tuple[Any, BaseException | Non
     given = term.arguments(batch.examples, batch.completions, batch.token_ids)
     try:
         with interrupts_heard(), time_limit(batch.timeout), guarded():
-            scores = term.function(**given)
+            scores = finished(term(given))
             if isinstance(scores, list | tuple):
                 scores = list(scores)
             elif _is_array(scores) and len(scores.shape) == 1:

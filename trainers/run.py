@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 from uuid import uuid4
 
@@ -20,13 +21,15 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
-from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, engine_of
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
-from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.algorithms.rollout_engine import engine_of
+from rl_consistency.trainers.config.recipe import RunConfig, require_inputs
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.foreign_calls import end_a_stray
-from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.hooks import ConsistencyHook, slow_checks
+from rl_consistency.trainers.hub import model_directory
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import (
     check_machine,
@@ -62,6 +65,7 @@ from rl_consistency.trainers.run_directory.directory import (
     write_config,
 )
 from rl_consistency.trainers.run_directory.inputs import (
+    CHANGEABLE,
     common_settings,
     data_digests,
     fingerprint_of,
@@ -76,19 +80,21 @@ from rl_consistency.trainers.run_directory.step_files import (
     summary_of,
     write_summary,
 )
+from rl_consistency.trainers.services import check_wandb
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical
 from rl_consistency.trainers.tracking import (
     RunOutput,
     Say,
     TrackerSet,
-    check_wandb,
     take_steps,
     trackers_of,
 )
 from rl_consistency.trainers.warm_start import warm_start
 
 EQUAL, SKIPPED = "reward/equal_group_fraction", "policy/skipped_updates"
-HOOK_SETTINGS = {"gradient_check_every", "value_check_every", "shadow_every", "on_drift"}
+HOOK_SETTINGS = {
+    *("gradient_check_every", "value_check_every", "shadow_every", "shadow_budget", "on_drift")
+}
 
 
 def quiet(line: str) -> None:
@@ -104,14 +110,17 @@ def train(
     announce: Say = print,
     starting: Say = quiet,
     finish: Callable[[], None] = lambda: None,
+    rewards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
-    `resume` continues from the newest checkpoint of the run directory, also with more steps than
-    the run was begun with, where its schedule does not end. `overwrite` removes the run that the
-    directory already holds. `announce` is told, line by line, what goes on, and `starting` each
-    phase before the first step, at last "". `finish` is called once the summary is written: the
-    trackers learn that the run failed if it raises, or on drift.
+    `resume` continues from the newest checkpoint of the run directory, also with more steps or with
+    other `CHANGEABLE` keys than the run was begun with, which it records. `overwrite` removes the
+    run that the directory already holds. `announce` is told, line by line, what goes on, and
+    `starting` each phase before the first step, at last "". `finish` is called once the summary is
+    written: the trackers learn that the run failed if it raises, or on drift. `rewards` are
+    functions by the names that they have in the recipe; a resumed run needs the same ones, by their
+    source.
 
     `dry_run` checks everything, takes one small step, and returns its metrics. It leaves no file.
 
@@ -119,6 +128,7 @@ def train(
     ValueError on bad configuration, data, policy, rewards or checkpoint; ConsistencyError on drift,
     where the recipe says `on_drift: raise`.
     """
+    require_inputs(config)
     if dry_run:
         refuse_many_processes()
     config = check_machine(config)
@@ -147,7 +157,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, starting if first else quiet)
+            run = _Run(config, announce, stack, world, starting if first else quiet, rewards)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
@@ -168,7 +178,13 @@ class _Run:
     """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
     def __init__(
-        self, config: RunConfig, announce: RunOutput, stack: ExitStack, world: World, starting: Say
+        self,
+        config: RunConfig,
+        announce: RunOutput,
+        stack: ExitStack,
+        world: World,
+        starting: Say,
+        rewards: Mapping[str, Callable[..., Any]],
     ):
         self.began, self.process = time.perf_counter(), os.getpid()
         self.config, self.directory = config, config.run.output_dir
@@ -177,10 +193,14 @@ class _Run:
         compiles, steps = config.run.device == "cuda", config.training.steps
         self.progress = progress = Progress(steps, compiles=compiles, starts=starting)
         check_canonical(config)
-        source = config.policy.path or config.policy.hub
+        policy, self.commits = config.policy, dict[str, str]()
+        if (source := policy.source) is not None:
+            directory, commit = model_directory(source)
+            policy = policy.model_copy(update={"path": directory, "hub": None})
+            self.commits |= {f"policy {source}": commit} if commit else {}
         progress.starts(f"loading the weights of {source}" if source else "building the policy")
         self.model, self.tokenizer = load_policy(
-            config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
+            policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         check_policy(config, self.model)
         if told := unread_sampling(self.model):
@@ -190,15 +210,18 @@ class _Run:
         progress.starts("reading the data")
         sizes = self.model.config
         limits = {"context_length": sizes.max_position_embeddings, "vocab_size": sizes.vocab_size}
-        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
-        if told := overlong_told(config, self.train_set, self.eval_set):
+        self.train_set, self.eval_sets = load_prompts(config, self.tokenizer, **limits)
+        for prompts in (self.train_set, *self.eval_sets.values()):
+            self.commits |= {f"data {name}": commit for name, commit in prompts.commits.items()}
+        if told := overlong_told(config, self.train_set, self.eval_sets):
             announce(told)
         if config.warm_start.steps:
             targets = encode_targets(self.train_set, self.tokenizer, **limits)
             batch = min(config.warm_start.batch_size, len(targets))
             config.consistency.gradient_leaves.parts(batch)
             self.warm_start_targets = targets
-        self.rewards = fitting_rewards(config, self.train_set, self.eval_set)
+        evaluations = self.eval_sets.values()
+        self.rewards = fitting_rewards(config, self.train_set, *evaluations, given=rewards)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.reference_digest: str | None = None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
@@ -207,10 +230,11 @@ class _Run:
         if not current().stock:
             session.verify()
         self.fingerprint = fingerprint_of(config)
-        inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
+        inputs |= data_digests(self.train_set, self.eval_sets) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.resumed = float("nan"), False
-        self.wandb_run_id = uuid4().hex[:8]
+        self.wandb_run_id, self.first_step = uuid4().hex[:8], 1
+        self.mlflow_run_id: str | None = None
         self.no_signal = NoSignal(announce)
         self.failure: Exception | None = None
 
@@ -220,7 +244,7 @@ class _Run:
             if self.first:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self.stack.enter_context(locked(self.directory))
-                open_directory(self.config, overwrite=overwrite)
+                open_directory(self.config, overwrite=overwrite, commits=self.commits)
                 self._open_step_files()
         self._join()
         if self.config.warm_start.steps:
@@ -230,6 +254,7 @@ class _Run:
                 self.warm_start_targets,
                 self.config.warm_start,
                 self.ranks,
+                parts=self.train_set.parts,
                 seed=self.config.run.seed,
                 announce=self.announce,
             )
@@ -244,7 +269,7 @@ class _Run:
         """Load the newest checkpoint, on every rank; returns the step that follows it."""
         self.progress.starts("resuming from the newest checkpoint")
         with self.world.agreed("the checkpoint"):
-            checkpoint = newest_checkpoint(self.config, self.continued_under)
+            checkpoint = newest_checkpoint(self.config, self.continued_under, CHANGEABLE)
             load_weights(self.model, checkpoint.weights)
             if self.critic is not None:
                 self.critic.load(checkpoint)
@@ -253,7 +278,7 @@ class _Run:
         self._freeze_reference(checkpoint.extra["reference_digest"])
         with self.world.agreed("the run directory"):
             if self.first:
-                self._open_step_files(checkpoint.extra["step_files"])
+                self._open_step_files(checkpoint.extra["step_files"], checkpoint.changes)
                 # All that may be refused has been: from here on the directory changes.
                 remove_leftovers(self.directory)
                 remove_leftovers(self.directory / CHECKPOINTS)
@@ -262,11 +287,17 @@ class _Run:
         self._assemble(checkpoint)
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
+        self.trainer.extra_rounds = checkpoint.extra["extra_rounds"]
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
+        self.mlflow_run_id = checkpoint.extra.get("mlflow_run_id")
+        self.first_step = checkpoint.step + 1
         restore(checkpoint.extra["random_state"])
         self.began -= checkpoint.extra.get("seconds", 0.0)
         self.announce(f"resumed from {checkpoint.path}")
+        for change in checkpoint.changes:
+            told = "{key}: {old} until now, {new} from here on; moments are kept"
+            self.announce(told.format(**change))
         return checkpoint.step + 1
 
     def _freeze_reference(self, digest: str | None) -> None:
@@ -289,16 +320,18 @@ class _Run:
         with self.progress.step(step):
             metrics = self.trainer.step(step)
             if every and (step % every == 0 or last):
-                metrics |= self._evaluate()
+                metrics |= self._evaluate(step)
         self.no_signal.look(step, metrics)
+        for told in slow_checks(metrics) if step == 1 else ():
+            self.announce(f"step {step}: {told}")
         return metrics
 
-    def _evaluate(self) -> dict[str, Any]:
+    def _evaluate(self, step: int) -> dict[str, Any]:
         """Metrics of an evaluation, after which random states are what they were: a run may have
         one more, at its end, than a longer one. Rewards that fail end the run after the step."""
         state, metrics = capture(), {}
         try:
-            metrics = self.trainer.evaluate()
+            metrics = self.trainer.evaluate(step)
         except RewardError as error:
             self.failure = error
         restore(state)
@@ -306,7 +339,7 @@ class _Run:
 
     def opening_metrics(self) -> dict[str, Any]:
         """What is known before the first step; may be empty."""
-        metrics = self._evaluate() if self.config.training.eval_every else {}
+        metrics = self._evaluate(0) if self.config.training.eval_every else {}
         if self.config.data.overlong_prompts != "error":
             metrics["data/overlong_prompts"] = self.train_set.overlong
         if self.config.warm_start.steps:
@@ -323,7 +356,11 @@ class _Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of now, beside weights and optimizers."""
-        return {"random_state": capture(), "totals": self.hook.state_dict()}
+        return {
+            "random_state": capture(),
+            "totals": self.hook.state_dict(),
+            "extra_rounds": self.trainer.extra_rounds,
+        }
 
     def save(self, step: int, end: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step that ended in the state `end`. Every rank calls it."""
@@ -332,8 +369,10 @@ class _Run:
         tensors |= self.critic.saved() if self.critic else {}
         extra = {
             "random_state": end["random_state"],
+            "extra_rounds": end["extra_rounds"],
             "seconds": time.perf_counter() - self.began,
             "wandb_run_id": self.wandb_run_id,
+            "mlflow_run_id": self.mlflow_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
             "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),
@@ -362,9 +401,13 @@ class _Run:
             found["critic_digest"] = self.critic.digest
         return write_summary(self.config, found, seconds, self.world.size, self.fingerprint)
 
-    def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
+    def _open_step_files(
+        self,
+        state: dict[str, Any] | None = None,
+        changes: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)
-        self.step_files = StepFiles(self.directory, state, *given)
+        self.step_files = StepFiles(self.directory, state, *given, changes)
         self.stack.callback(self.step_files.close)
 
     def _assemble(self, checkpoint: Checkpoint | None = None) -> None:
@@ -387,6 +430,7 @@ class _Run:
             decode=tokenizer.decode,
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
+            progress=self.progress.tell,
         )
         trainer = partial(PPOTrainer, critic=self.critic) if self.critic else GRPOTrainer
         self.trainer = trainer(
@@ -397,7 +441,7 @@ class _Run:
             ranks=self.ranks,
             config=config,
             train=self.train_set,
-            evaluation=self.eval_set,
+            evaluations=self.eval_sets,
             rewards=self.rewards,
             hook=self.hook,
             reference=self.reference,

@@ -1,33 +1,23 @@
-"""Where the metrics of a step go: the console, wandb and the run's files; what a run says, and when
-its steps end.
-
-A run needs no wandb: if wandb fails, the run warns once and goes on.
-"""
+"""Where the metrics of a step go: the run's files, the console, services such as wandb; what a run
+says, and when its steps end."""
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rl_consistency.integrations.wandb_drift import log_drift, log_file
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.parity.drift import worst_tokens
-from rl_consistency.parity.drift_monitor import Mismatch
-from rl_consistency.parity.histograms import split_counts
-from rl_consistency.parity.metric_table import all_metrics
-from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.rollout.progress import shown_rate
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.interrupts import Ending
@@ -37,9 +27,7 @@ from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import checkpoint_name
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 from rl_consistency.trainers.run_directory.step_files import Metrics
-
-if TYPE_CHECKING:
-    import wandb
+from rl_consistency.trainers.services import WandbTracker, services_of
 
 Say = Callable[[str], None]
 
@@ -129,7 +117,7 @@ _COLUMNS = (
     _Column("reward", "reward/mean", "{:.3f}".format, lambda _: "bold"),
     _Column("eval", "eval/reward", "{:.3f}".format),
     _Column("loss", "loss", "{:+.4f}".format),
-    _Column("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    _Column("tokens/s", "tokens_per_second", shown_rate),
     _Column("mismatched", "consistency/mismatched_tokens", "{:,.0f}".format, _verdict),
     _Column("stock mismatch", "stock/mismatch_fraction", "{:.1%}".format, lambda _: "yellow"),
     _Column(
@@ -204,114 +192,14 @@ class ConsoleTable:
             # auto_refresh would start a thread, and draw frames between two steps.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        table = Table(border_style="dim", header_style="bold", caption=self._progress or None)
+        table = Table(box=SIMPLE_HEAD, border_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+        table.caption = self._progress or None
         for header in _HEADERS:
-            table.add_column(header, justify="right")
+            # Of two lines where it has two words: 80 columns hold all.
+            table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
         for row in self._recent:
             table.add_row(*row)
         self._live.update(table, refresh=True)
-
-
-MISSING = "wandb is not installed: pip install 'rl-consistency[wandb]'"
-NO_KEY = "wandb took no key, or was not reached: set WANDB_API_KEY, or set mode to offline"
-WITHOUT = "wandb logs nothing from here on, and the run goes on ({}). metrics.jsonl has all figures"
-
-
-def check_wandb(section: WandbSection | None, warn: Say) -> WandbSection | None:
-    """The section if a run can log there; else None, after a warning.
-
-    On a terminal wandb asks for the key here, before any work.
-    """
-    if section is None:
-        return None
-    problem = MISSING if find_spec("wandb") is None else None
-    if problem is None and section.mode == "online":
-        import wandb
-
-        problem = NO_KEY
-        with suppress(wandb.Error):
-            problem = None if wandb.login() else NO_KEY
-    if problem is not None:
-        warn(WITHOUT.format(problem))
-    return section if problem is None else None
-
-
-class WandbTracker:
-    """Logs to Weights & Biases, into `directory`; the same `run_id` continues the same run.
-
-    `mode` "offline" needs neither key nor network; upload later with `wandb sync`. Where wandb
-    cannot go on (no network at the start, a full disk, its process gone), `warn` is called once
-    and the rest of the run is not logged there. `samples` gives the completions of the logged step
-    that people are shown, as a table. `check_wandb` says beforehand whether wandb is there.
-    """
-
-    def __init__(
-        self,
-        project: str,
-        *,
-        directory: str | os.PathLike[str],
-        name: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        mode: Literal["offline", "online"] = "offline",
-        run_id: str | None = None,
-        samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
-        take_mismatch: Callable[[], Mismatch | None] = lambda: None,
-        decode: Callable[[list[int]], str] = str,
-        warn: Say = print,
-    ) -> None:
-        import wandb
-
-        self._run: wandb.Run | None = None
-        self._failures = (OSError, wandb.Error)
-        self._samples = samples
-        self._take_mismatch, self._decode, self._warn = take_mismatch, decode, warn
-
-        def begin() -> None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                dir=os.fspath(directory),
-                config=dict(config or {}),
-                mode=mode,
-                id=run_id,
-                resume=None if run_id is None else "allow",
-                settings=wandb.Settings(silent=True),
-            )
-            for key, metric in all_metrics():
-                self._run.define_metric(key, summary=metric.standing)
-
-        self._attempt(begin)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        mismatch = self._take_mismatch()
-        if (run := self._run) is not None:
-            self._attempt(lambda: self._log(run, step, metrics, mismatch))
-
-    def close(self, *, failed: bool = False) -> None:
-        if (run := self._run) is not None:
-            self._attempt(lambda: run.finish(exit_code=int(failed)))
-
-    def _log(self, run: wandb.Run, step: int, metrics: Metrics, mismatch: Mismatch | None) -> None:
-        import wandb
-
-        figures, counts = split_counts(metrics)
-        if rows := self._samples():
-            columns: list[Any] = [name for name, v in rows[0].items() if not isinstance(v, dict)]
-            figures["samples"] = wandb.Table(columns, [[row[n] for n in columns] for row in rows])
-        worst = [] if mismatch is None else worst_tokens(mismatch.samples, self._decode)
-        message = None if mismatch is None else mismatch.message
-        log_drift(run, figures, counts, worst, message, step=step)
-        if mismatch is not None and mismatch.bundle is not None:
-            log_file(run, mismatch.bundle / LOCALIZATION, "localization")
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        """Do it, or leave wandb alone from here on."""
-        try:
-            action()
-        except self._failures as error:
-            self._run = None
-            self._warn(WITHOUT.format(str(error) or type(error).__name__))
 
 
 def trackers_of(run: Any, wandb: WandbSection | None) -> list[Any]:
@@ -332,9 +220,10 @@ def trackers_of(run: Any, wandb: WandbSection | None) -> list[Any]:
             take_mismatch=run.hook.take_mismatch,
             decode=run.tokenizer.decode,
             warn=run.announce,
+            **wandb.model_dump(include={"entity", "group", "tags"}),
         )
         trackers.append(tracker)
-    return trackers
+    return [*trackers, *services_of(run)]
 
 
 COMMON = (RewardError, GradientNormError)

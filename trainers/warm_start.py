@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_consistency.kernels.reduction.sums import masked_sum
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
-from rl_consistency.trainers.data.examples import DataOrder
+from rl_consistency.trainers.data.examples import DataOrder, Parts
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.strategy import Strategy
 
@@ -22,17 +22,19 @@ def warm_start(
     ranks: Strategy,
     *,
     seed: int,
+    parts: Parts = (),
     announce: Callable[[str], None] = lambda line: None,
 ) -> float:
     """Train a patched policy on target tokens by maximum likelihood, mean over those of a batch.
 
     `prompts` and `targets` are token ids per example; only targets, end token included, are scored.
-    `ranks` have the policy and share the examples of a batch. `seed` is that of the data order.
-    `announce` is told when another fifth of the steps is done. Returns the last step's loss.
+    `ranks` have the policy and share the examples of a batch. `seed` and `parts` are those of the
+    data order. `announce` is told when another fifth of the steps is done. Returns the last
+    step's loss.
     """
     settings = OptimizerSection(learning_rate=section.learning_rate, schedule="linear")
     optimizer = PolicyOptimizer(ranks, settings, total_steps=section.steps)
-    order = DataOrder(len(prompts), min(section.batch_size, len(prompts)), seed)
+    order = DataOrder(len(prompts), min(section.batch_size, len(prompts)), seed, parts=parts)
     loss_value = float("nan")
 
     def accumulate(chosen: list[int]) -> tuple[float, float]:

@@ -38,10 +38,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     for option, text in (
         ("--resume", "continue from the newest checkpoint"),
         ("--overwrite", "remove the run the directory already holds"),
-        ("--dry-run", "check and build everything, take one small step, write nothing, and end"),
         ("--print-config", "print the whole recipe with overrides and defaults, as YAML, and end"),
     ):
         mode.add_argument(option, action="store_true", help=text)
+    text = "check and build everything, take one small step, write nothing, and end"
+    parser.add_argument("--dry-run", action="store_true", help=text)
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +145,16 @@ def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", help="directory that `rl-consistency train` wrote")
 
 
+def _import_gguf(parser: argparse.ArgumentParser) -> None:
+    text = "a GGUF file, or a zip or wheel that holds one"
+    parser.add_argument("file", type=Path, metavar="FILE", help=text)
+    text = "the directory to write, which has to be new or empty"
+    parser.add_argument("directory", type=Path, metavar="DIR", help=text)
+    text = "what quantised weights are rounded to (default: bfloat16)"
+    options: dict[str, Any] = {"choices": DTYPES[:2], "default": "bfloat16", "metavar": "DTYPE"}
+    parser.add_argument("--dtype", help=f"{' or '.join(DTYPES[:2])}: {text}", **options)
+
+
 def _dashboard(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="push|show")
     push = verbs.add_parser("push", help="add the page to a project; needs a key and the network")
@@ -169,6 +180,7 @@ COMMANDS = {
     ),
     "diff": Command("name the first step, and what in it, where two runs part", _diff),
     "report": Command("render the HTML page of a run directory", _report),
+    "import-gguf": Command("make a Hugging Face directory of a GGUF model", _import_gguf),
     "dashboard": Command("make the same page in Weights & Biases", _dashboard),
 }
-"""By name; the `run` of each stands in `cli.<name>`."""
+"""By name; the `run` of each stands in `cli.<name>`, with _ for -."""

@@ -24,6 +24,19 @@ def live_progress(console: Console) -> Progress:
     return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
 
 
+def compact_table(title: str) -> Table:
+    """A table without lines: 80 columns hold more of it."""
+    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table, in a log or a pipe as wide as it needs: no word of it is cut."""
+    if not console.is_terminal:
+        unbounded = console.options.update(max_width=10_000)
+        console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    console.print(table)
+
+
 @contextmanager
 def start_up(console: Console) -> Iterator[Callable[[str], None]]:
     """Shows the phase it is given: in one line on a terminal, until "", elsewhere in one each."""
@@ -53,7 +66,7 @@ def report_mutants(
     """
     table, rows = Table(title="Negative controls: every check named must turn red"), []
     for name in ("mutant", "what is wrong", "caught by", "result"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "result")
     for m in found:
         checks = "\n".join(
             f"[red]{r.key}: survived[/]" if r.passed else f"{r.key} ({r.mismatches} of {r.cases})"

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from rl_consistency.cli.console import compact_table, print_whole
 from rl_consistency.cli.outputs import outputs
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.models.patch import patch
@@ -31,10 +32,11 @@ from rl_consistency.parity.localize import (
 from rl_consistency.parity.replay import FILES, ReplayBundle, load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.tokenizer import eos_token_ids
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.tokenizer import load_tokenizer
 from rl_consistency.trainers.launch import refuse_many_processes, threads
-from rl_consistency.trainers.policy import eos_token_ids, load_policy, read_config, read_model
+from rl_consistency.trainers.policy import load_policy, read_config, read_model
 from rl_consistency.trainers.run_directory.checkpoint import WEIGHTS, list_checkpoints, load_weights
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 
@@ -117,7 +119,8 @@ def _of_prompt(args: argparse.Namespace, options: dict[str, Any]) -> Localizatio
     tokenizer: Any = load_tokenizer(args.model)
     if not (prompt := tokenizer.encode(args.prompt)):
         raise ValueError("--prompt has no token.")
-    sampling = SamplingParams(max_tokens=32 if args.max_tokens is None else args.max_tokens)
+    most = 32 if args.max_tokens is None else args.max_tokens
+    sampling = SamplingParams(max_tokens=most, seed=0)
     with patch(model), _other(args) as other:
         engine = RolloutEngine(model, eos_token_id=eos_token_ids(model, tokenizer))
         (completion,) = engine.generate([prompt], sampling)
@@ -163,25 +166,27 @@ def _print(found: Localization) -> None:
             f"{drift.mismatched_tokens} of {drift.tokens} logprobs differ, by {drift.max_abs:.3g} "
             f"at most; {drift.argmax_flips} most likely tokens are others"
         )
-        console.print(_growth_table(found))
+        print_whole(console, _growth_table(found))
     for mode, rows in groupby(found.ablation, key=lambda row: row.mode):
         rest = "canonical" if mode == "stock" else "stock"
-        table = Table(title=f"One op {mode}, the rest {rest}: drift of logprobs")
+        table = compact_table(f"One op {mode}, the rest {rest}: drift of logprobs")
         for name in (f"{mode} op", "tokens that differ", "largest", "RMS", "argmax flips"):
-            table.add_column(name, justify="left" if name.endswith(" op") else "right")
+            side = "left" if name.endswith(" op") else "right"
+            table.add_column(name, justify=side, no_wrap=True)
         for row in rows:
             tokens = f"{row.mismatched_tokens} of {row.tokens}"
             sizes = (f"{size:.2g}" for size in (row.max_abs, row.rms))
             table.add_row(row.op, tokens, *sizes, str(row.argmax_flips))
-        console.print(table)
+        print_whole(console, table)
 
 
 def _growth_table(found: Localization) -> Table:
     """The first op that differs, and the last one of each layer and pass."""
-    table = Table(title="How the difference grows (all ops: --json)")
-    names = ("pass", "layer", "op", "tensor", "differing", "largest", "RMS", "relative RMS")
+    table = compact_table("How the difference grows (all ops: --json)")
+    names = ("pass", "layer", "op", "tensor", "differing", "largest", "RMS", "relative")
     for name in names:
-        table.add_column(name, justify="left" if name in names[:4] else "right")
+        side, fixed = "left" if name in names[:4] else "right", name != "tensor"
+        table.add_column(name, justify=side, no_wrap=fixed, overflow="fold")
     for op, after in zip(found.ops, [*found.ops[1:], None], strict=True):
         ends = after is None or (op.pass_, op.layer) != (after.pass_, after.layer)
         if op is not found.first and not ends:

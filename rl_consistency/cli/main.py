@@ -78,7 +78,8 @@ def _main(arguments: list[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        return import_module(f"rl_consistency.cli.{args.command}").run(args)
+        command = args.command.replace("-", "_")
+        return import_module(f"rl_consistency.cli.{command}").run(args)
     except BaseException as error:
         if not isinstance(error, OutputError) and not _reader_left(error):
             return _status(error)

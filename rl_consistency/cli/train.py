@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from rl_consistency.cli.console import start_up
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-"""Recipes that come with the package."""
+from rl_consistency.cli.console import print_whole, start_up
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     with uncollected_imports():
         from rl_consistency.cli.plots import save_picture
         from rl_consistency.cli.report import render
-        from rl_consistency.trainers.config.recipe import dump_config, load_config
+        from rl_consistency.trainers.config.recipe import dump_config, find_recipe, load_config
         from rl_consistency.trainers.launch import is_first_process, leave
         from rl_consistency.trainers.run import train
         from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
@@ -41,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     announce = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     directory = config.run.output_dir
+    if args.dry_run and args.resume:
+        raise ValueError("--dry-run tries the first step of a run: leave out --resume")
     if args.overwrite:
         require_outside(directory, {"the recipe": recipe})
 
@@ -64,23 +63,10 @@ def run(args: argparse.Namespace) -> int:
         leave()
     if args.dry_run:
         return 0
-    console.print(summary_table(summary))
+    print_whole(console, summary_table(summary))
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
-        return path
-    files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
-    shipped = {file.stem: file for file in files}
-    if name not in shipped:
-        names = ", ".join(shipped) or "none"
-        raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
-    return shipped[name]
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
@@ -127,7 +113,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """The first imports of a process: no collection looks at what they make, then or later."""
+    """The first imports of a process: no collection looks at what they make, until its end.
+
+    There the interpreter collects them; nanobind lists in 30 lines what Triton has left.
+    """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # what else is in memory by now may be garbage one day
         return
@@ -136,4 +125,5 @@ def uncollected_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)
         gc.enable()

@@ -8,10 +8,9 @@ import re
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from rl_consistency.cases.launches import Launch
-from rl_consistency.cli.console import live_progress
+from rl_consistency.cli.console import compact_table, live_progress, print_whole
 from rl_consistency.cli.verify import chosen_device
 from rl_consistency.trainers.launch import refuse_many_processes
 from rl_consistency.trainers.policy import read_config
@@ -72,13 +71,15 @@ def show(console: Console, report: TuningReport, works: list[Launch]) -> None:
     # By the share of a step that a winner saves.
     changed.sort(key=lambda o: o.work.seconds * (1 - 1 / o.gain), reverse=True)
     if changed:
-        table = Table(box=None, title=f"{len(changed)} works with a faster schedule")
+        table = compact_table(f"{len(changed)} works with a faster schedule")
         for name in ("work", "default us", "winner us", "gain", "winner"):
-            table.add_column(name, justify="right" if "us" in name or name == "gain" else "left")
+            is_figure = "us" in name or name == "gain"
+            side = "right" if is_figure else "left"
+            table.add_column(name, justify=side, no_wrap=is_figure, overflow="fold")
         for o in changed[:SHOWN]:
             figures = f"{o.default_us:.1f}", f"{o.winner_us:.1f}", f"{o.gain:.2f} x"
             table.add_row(escape(o.work.key), *figures, escape(o.winner))
-        console.print(table)
+        print_whole(console, table)
     for name, reason in report.withdrawn.items():
         console.print(f"[red]withdrawn[/] {escape(name)}: {escape(reason)}", highlight=False)
     for reason in dict.fromkeys(report.left_out.values()):

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rl_consistency.cli.arguments import DTYPES, MOST_PROCESSES, PROCESS_BYTES
-from rl_consistency.cli.console import live_progress, report_mutants
+from rl_consistency.cli.console import compact_table, live_progress, print_whole, report_mutants
 from rl_consistency.cli.outputs import outputs
 from rl_consistency.kernels.core import operand
 from rl_consistency.numerics.fingerprint import fingerprint
@@ -137,7 +137,7 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
         table.add_column(width=5, no_wrap=True)
         table.add_column(width=max(len(r.subject) for r in results), no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
-        table.add_column(width=18)
+        table.add_column(width=18, overflow="fold")
         table.add_column(width=6, justify="right", no_wrap=True)
         for key in dict.fromkeys(r.key for r in own):
             rows = [r for r in own if r.key == key]
@@ -244,7 +244,7 @@ def _run_world(args: argparse.Namespace, device: torch.device) -> tuple[bool, di
     outcomes = _train(console, cells, steps, device)
     why = {outcome.cell: text for outcome, text in world.failures(outcomes)}
     missing = _missing(*axes)
-    console.print(hash_table(outcomes, why, missing))
+    print_whole(console, hash_table(outcomes, why, missing))
     for cell, text in why.items():
         console.print(f"[red]{cell.name}[/]: {escape(text)}", highlight=False)
     for name, text in missing.items():
@@ -266,8 +266,7 @@ def hash_table(
     """The first digits of each run's hash, red where `why` says what is wrong."""
     worlds = sorted({outcome.cell.world_size for outcome in outcomes})
     # 79 columns with four numbers: a terminal's 80 must not cut a hash.
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.title = "SHA-256 of the final parameters, by number of processes"
+    table = compact_table("SHA-256 of the final parameters, by number of processes")
     for name in ("dtype", "strategy", "micro", *map(str, worlds)):
         table.add_column(name, no_wrap=True)
     rows: dict[tuple[str, str, str], dict[int, str]] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate
@@ -21,17 +22,19 @@ from rl_consistency.integrations.generation import (
     watched_generate,
 )
 from rl_consistency.integrations.gradient_checks import GradientChecks
+from rl_consistency.integrations.mixed_precision import bf16_weights, is_bf16
 from rl_consistency.integrations.refusals import (
     Kind,
     SameModel,
     check_engine_options,
     check_gradient_options,
     check_trainer,
+    stops_of,
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.models.packing import PaddedBatch, packed_inputs
-from rl_consistency.models.patch import patch
+from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.models.scoring.scored_rows import Sampling
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs, label_logprobs
 from rl_consistency.models.sharding import unwrapped
@@ -40,6 +43,8 @@ from rl_consistency.numerics.patched import replaced
 from rl_consistency.parity.drift import DriftReport
 from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 _MARK = "_rl_consistency_attachment"
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -60,6 +65,7 @@ class LabelAnswer:
 
     sampling: Sampling | None = None  # of the labels; None for data
     most_likely: bool = False  # fills in `is_top1`, which costs the LM head a second time
+    mean_logits: bool = False
     observers: Sequence[Observer] = ()
 
     def __call__(
@@ -79,6 +85,7 @@ class LabelAnswer:
         if not fused_lm_head:
             _check_labels(batch, labels)
         wanted = {"most_likely": self.most_likely and fused_lm_head}
+        wanted["mean_logits"] = self.mean_logits and fused_lm_head
         scores = label_logprobs(policy, batch, input_ids, labels, self.sampling, **wanted)
         for observe in self.observers if torch.is_grad_enabled() else ():
             observe(input_ids, batch, scores)
@@ -93,6 +100,7 @@ class LabelAnswer:
             log_probs=scores.logprobs,
             entropy=scores.entropy,
             is_top1=scores.most_likely,
+            mean_logits=scores.mean_logits,
             label_mask=scores.mask,
         )
 
@@ -117,6 +125,8 @@ class Attachment:
         self._trainer, self._model = trainer, trainer.model
         self._gradients, self._cuda_graphs = gradients, cuda_graphs
         self._undo = ExitStack()
+        self._sessions: list[tuple[PatchSession, Any]] = []  # and the forward that TRL has set
+        self._values: dict[nn.Parameter, Tensor] = {}  # fp32, of weights that were rounded
         self._drift: RolloutDrift | None = None
         self._checks: GradientChecks | None = None
 
@@ -137,10 +147,27 @@ class Attachment:
         """What the last gradient check of this process found; None before the first."""
         return None if self._checks is None else self._checks.last
 
+    @contextmanager
+    def stock(self) -> Iterator[Any]:
+        """Inside the block the trainer's models compute as they came, stock Hugging Face with TRL's
+        forward, on the weights of training: for `generate` and evaluations of others. Gives the
+        policy. Training and the rollout engine are refused in it. After it the patch is back, and
+        checked: what was changed inside and cannot be honoured is an UnsupportedModelError."""
+        with ExitStack() as stack:
+            for session, fused in self._sessions:
+                model = stack.enter_context(session.stock())
+                if fused is not None:
+                    stack.enter_context(replaced(model, "forward", fused))
+            yield self._model
+        for session, _ in self._sessions:
+            if not session._in_stock:
+                session.check()
+
     def detach(self) -> None:
         """Give back the trainer and its models as they were found; weights stay. Idempotent, also
         after an exception inside a step."""
         self._undo.close()
+        self._sessions.clear()
 
     def _set(self, owner: Any, **values: Any) -> None:
         """Attributes of an object's own, put back by `detach`."""
@@ -158,14 +185,50 @@ class Attachment:
             self._undo.callback(vars(model).__setitem__, "forward", fused)
         session = patch(model, grad_dtype=grad_dtype, cuda_graphs=self._cuda_graphs)
         self._undo.callback(session.restore)
+        self._sessions.append((session, fused))
         vars(model)["answer"] = answer  # restore() takes it off
+
+    def _patch_policy(self, answer: LabelAnswer) -> None:
+        """Patch the policy, and let its `generate` be stock: a callback may call it."""
+        generate, told = self._model.generate, False
+
+        @wraps(generate)
+        def generate_stock(*args: Any, **kwargs: Any) -> Any:
+            nonlocal told
+            if not told:
+                _log.warning(
+                    "rl_consistency.attach: model.generate() runs stock, in attachment.stock(); "
+                    "what it draws is not what the trainer learns from"
+                )
+            told = True
+            with self.stock():
+                return generate(*args, **kwargs)
+
+        self._patch(self._model, answer, self._give_masters())
+        self._set(self._model, generate=generate_stock)
+
+    def _patch_reference(self, answer: LabelAnswer) -> None:
+        """Patch and freeze the reference model, if there is one."""
+        if (model := getattr(self._trainer, "ref_model", None)) is None:
+            return
+        reference = unwrapped(model)
+        self._patch(reference, answer, None)
+        for parameter in reference.parameters():
+            self._undo.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
 
     def _to_data(self, kind: Kind) -> None:
         """Patch a trainer that learns from given data."""
-        answer = LabelAnswer(most_likely=kind == "SFTTrainer", observers=self._checks_of(None))
+        of_dpo = kind == "DPOTrainer"
+        answer = LabelAnswer(
+            most_likely=of_dpo or kind == "SFTTrainer",
+            mean_logits=of_dpo,
+            observers=self._checks_of(None),
+        )
         if kind == "Trainer":
             self._set(self._trainer, predict=_refuse_predictions)
-        self._patch(self._model, answer, self._give_masters())
+        self._patch_policy(answer)
+        self._patch_reference(LabelAnswer())
 
     def _to_rollouts(
         self, metrics_of: Sequence[str], sampling_metrics: bool, engine: dict[str, Any]
@@ -179,19 +242,15 @@ class Attachment:
             min_p=trainer.min_p or 0.0,
             max_tokens=trainer.max_completion_length,
             seed=trainer.args.seed,
+            **stops_of(trainer),
         )
         drift = self._watch(sampling, metrics_of)
         observers: list[Observer] = [
             lambda ids, batch, scores: drift.observe(ids, batch.mask, scores),
             *self._checks_of(sampling),
         ]
-        self._patch(self._model, LabelAnswer(sampling, observers=observers), self._give_masters())
-        if trainer.ref_model is not None:
-            reference = unwrapped(trainer.ref_model)
-            self._patch(reference, LabelAnswer(sampling), None)
-            for parameter in reference.parameters():
-                self._undo.callback(parameter.requires_grad_, parameter.requires_grad)
-                parameter.requires_grad_(False)
+        self._patch_policy(LabelAnswer(sampling, observers=observers))
+        self._patch_reference(LabelAnswer(sampling))
         generation = EngineGeneration(trainer, self._model, sampling, drift, engine)
         self._call_back(generation)
         self._set(
@@ -232,6 +291,13 @@ class Attachment:
         self._log(self._checks.take)
         return [self._checks.observe]
 
+    def _round_weights(self) -> None:
+        """Leave bf16 autocast out, with bfloat16 weights in its place."""
+        trainer = self._trainer
+        if is_bf16(trainer):
+            rounded = bf16_weights(trainer, unless=lambda: trainer.is_in_train)
+            self._values = self._undo.enter_context(rounded)
+
     def _give_masters(self) -> torch.dtype | None:
         """Let a 16-bit model be updated through fp32 masters, unless DeepSpeed does it or the
         trainer was given an optimizer; returns the dtype of its gradients for `patch`.
@@ -243,8 +309,8 @@ class Attachment:
         if trainer.args.optim not in OPTIMIZERS:
             raise ValueError(
                 f"attach() got optim={trainer.args.optim.value!r} for a model in {dtype}. Set it "
-                f"to {' or '.join(OPTIMIZERS)}, give the trainer an optimizer, or load the model "
-                "in float32."
+                f"to {' or '.join(OPTIMIZERS)}, or train in float32 (bf16=False, and a model in "
+                "float32)."
             )
         stock = trainer.create_optimizer()
         trainer.optimizer = None
@@ -253,7 +319,7 @@ class Attachment:
                 "attach() would put AdamW with fp32 masters in the place of the trainer's "
                 f"{type(stock).__name__}. Give it this optimizer (optimizers=), or float32 weights."
             )
-        optimizer = MasterAdamW(stock.param_groups)
+        optimizer = MasterAdamW(stock.param_groups, self._values)
         # Training that goes on without the attachment keeps it: there is no other to step with.
         put = replaced(trainer, "optimizer", optimizer, unless=lambda: trainer.is_in_train)
         self._undo.enter_context(put)
@@ -291,15 +357,16 @@ def attach(
 
     The model is patched, and so is the reference model, which is frozen. The patched model answers
     the trainer's calls with canonical logprobs. 16-bit weights get an AdamW with fp32 masters,
-    unless DeepSpeed keeps them or the trainer was given an optimizer. In GRPO and RLOO a
-    RolloutEngine generates, and the trainer logs the drift between both sides: `consistency/...` of
-    the first update on a rollout, `off_policy/...` of later ones. The first mismatch is saved as a
-    replay bundle in `output_dir`/replay and localized, with the weights after its step; a warning
-    names the op, and training goes on.
+    unless DeepSpeed keeps them or the trainer was given an optimizer. With `bf16=True` fp32 weights
+    become bfloat16 under such masters, in the place of autocast, which one line says. In GRPO and
+    RLOO a RolloutEngine generates, and the trainer logs the drift between both sides:
+    `consistency/...` of the first update on a rollout, `off_policy/...` of later ones. The first
+    mismatch is saved as a replay bundle in `output_dir`/replay and localized, with the weights
+    after its step; a warning names the op, and training goes on.
 
     Args:
-        trainer: TRL's GRPOTrainer, RLOOTrainer or SFTTrainer, or transformers' Trainer, for one of
-            the models that `patch` covers. Built, and not training.
+        trainer: TRL's GRPOTrainer, RLOOTrainer, SFTTrainer or DPOTrainer, or transformers' Trainer,
+            for one of the models that `patch` covers. Built, and not training.
         check_gradients_every: steps from one gradient check under the trainer's own loss to the
             next; 0 is never. A difference is a ConsistencyError that names the parameter.
         check_gradients_seconds: after so many seconds of a check no further regrouping begins;
@@ -346,6 +413,7 @@ def attach(
         else:
             backward = _in_one_thread(trainer.accelerator.backward)
             attachment._set(trainer.accelerator, backward=backward)
+            attachment._round_weights()
             if generates:
                 engine["cuda_graphs"] = cuda_graphs
                 attachment._to_rollouts(metrics_of, sampling_metrics, engine)

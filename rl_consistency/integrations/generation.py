@@ -18,6 +18,8 @@ from rl_consistency.rollout.completion import routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
+MAX_NUM_SEQS = 256
+"""Most sequences that run at a time, as by default in `RolloutEngine`."""
 _STEP, _CALL, _EVALUATION = 1 << 40, 1 << 30, 1 << 63
 
 
@@ -35,6 +37,7 @@ class EngineGeneration(TrainerCallback):
     drift: RolloutDrift
     options: dict[str, Any]
     _engine: RolloutEngine | None = None
+    _room: tuple[int, int] = (0, 0)  # sequences, and tokens of each, that the engine is made for
     _last_calls: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -58,16 +61,37 @@ class EngineGeneration(TrainerCallback):
         if images is not None:
             raise ValueError("images are not covered by rl_consistency.attach; leave them out.")
         check_same_model(self.trainer, self.policy)
-        if self._engine is None:  # after what the trainer wraps around the model
-            eos = getattr(self.trainer, "eos_token_ids", None)
-            eos = self.trainer.processing_class.eos_token_id if eos is None else eos
-            self._engine = RolloutEngine(self.policy, eos_token_id=eos, **self.options)
-        ids = self._prompt_ids(len(prompts))
-        completions = self._engine.generate(prompts, self._limits(prompts), prompt_ids=ids)
+        engine, ids = self._engine_for(prompts), self._prompt_ids(len(prompts))
+        completions = engine.generate(prompts, self._limits(prompts), prompt_ids=ids)
         tokens = [completion.token_ids for completion in completions]
         logprobs = [completion.token_logprobs for completion in completions]
         self.drift.sampled(prompts, Sampled(tokens, logprobs, routing_of(completions)))
         return prompts, tokens, [[[value] for value in row.tolist()] for row in logprobs], None
+
+    def _engine_for(self, prompts: list[list[int]]) -> RolloutEngine:
+        """The engine, with a cache for this batch: a larger one than all before gets a new engine.
+
+        TRL knows no longest prompt, so the lengths of prompts are rounded up to powers of two."""
+        longest = max(map(len, prompts))
+        tokens = (1 << (longest - 1).bit_length()) + self.sampling.max_tokens
+        wanted = len(prompts), min(tokens, self.policy.config.max_position_embeddings)
+        room = max(self._room[0], wanted[0]), max(self._room[1], wanted[1])
+        if self._engine is None or room != self._room:  # first after what wraps the model
+            self._engine, self._room = None, room  # no two caches at a time
+            eos = getattr(self.trainer, "eos_token_ids", None)
+            eos = self.trainer.processing_class.eos_token_id if eos is None else eos
+            sizes: dict[str, Any] = {
+                "max_num_seqs": min(room[0], MAX_NUM_SEQS),
+                "tokens_per_sequence": room[1],
+            }
+            self._engine = RolloutEngine(
+                self.policy,
+                eos_token_id=eos,
+                # With one it decodes all completions.
+                tokenizer=self.trainer.processing_class if self.sampling.stop else None,
+                **(sizes | self.options),
+            )
+        return self._engine
 
     def _limits(self, prompts: list[list[int]]) -> SamplingParams | list[SamplingParams]:
         """A turn after a tool's answer ends with the context: its prompt has grown, and TRL leaves

@@ -12,15 +12,19 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from transformers import TrainerCallback
 
+from rl_consistency.integrations.mixed_precision import is_bf16
 from rl_consistency.rollout.engine import RolloutEngine
 
 TRL_VERSIONS = SpecifierSet(">=1.15,<1.17")
 """Versions of TRL whose seams were read; setup.cfg names the same."""
 
-Kind = Literal["GRPOTrainer", "RLOOTrainer", "SFTTrainer", "Trainer"]
+Kind = Literal["GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "Trainer"]
 """Trainer classes that `attach` covers."""
 
-_SEAM_METHODS = ("_get_per_token_logps_and_entropies", "_generate_single_turn", "compute_loss")
+_SEAM_METHODS = (
+    *("_get_per_token_logps_and_entropies", "_generate_single_turn"),
+    *("compute_loss", "_compute_loss", "compute_ref_log_probs"),
+)
 """Methods of TRL that call the seams; a subclass with its own may call others."""
 
 CAUSAL_LOSS = "ForCausalLM"
@@ -33,14 +37,11 @@ is missing, and what to do about another."""
 _NOT_TRAINING: Covered = {"is_in_train": (False, "call attach() before train()")}
 _ALL_TRAINERS: Covered = {
     **_NOT_TRAINING,
-    "args.bf16": (False, "autocast is not covered: load the model in bfloat16 and set bf16=False"),
     "args.fp16": (False, "autocast is not covered: load the model in bfloat16 and set fp16=False"),
-    "accelerator.mixed_precision": ("no", "autocast is not covered (accelerate): set it to no"),
     "args.use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
     "args.cast_lm_head_to_fp32": (False, "the LM head already sums in fp32: set it to False"),
     "args.torch_compile": (False, "the patched forward is not compiled: set it to False"),
     "args.use_vllm": (False, "our engine generates: set it to False, or measure_only=True"),
-    "args.generation_kwargs": (None, "the engine takes none of them: set it to None"),
     "args.vllm_structured_outputs_regex": (None, "the engine has no such constraint: set None"),
     "args.neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
     "model_init": (None, "it makes another model when training begins: give model= alone"),
@@ -53,6 +54,12 @@ _PLAIN: Covered = {
     "model._loss_function": (None, "give the trainer compute_loss_func= in place of it"),
     "model.loss_type": (CAUSAL_LOSS, f"a call with labels gives {CAUSAL_LOSS}: set it to that"),
 }
+_DPO: Covered = {
+    "args.precompute_ref_log_probs": (False, "a stock model has computed them: set it to False"),
+    "use_weighting": (False, "it needs a sum over the vocabulary that no order covers: drop it"),
+}
+_STOPS = {"stop_strings": "stop", "stop": "stop", "stop_token_ids": "stop_token_ids"}
+"""Keys of `generation_kwargs`, of transformers' and vLLM's backend -> fields of SamplingParams."""
 _ROLLOUTS: Covered = {
     "repetition_penalty": (1.0, "the engine has none, set it to 1.0"),
     "rollout_func": (None, "it generates by itself: leave it out, the engine generates"),
@@ -177,6 +184,18 @@ def check_gradient_options(trainer: Any, every: object, seconds: object) -> None
         )
 
 
+def stops_of(trainer: Any) -> dict[str, Any]:
+    """What ends a completion beside eos, as `SamplingParams` takes it; ValueError for a wrong value
+    or the same thing by two names."""
+    found: dict[str, Any] = {}
+    for key, value in (trainer.args.generation_kwargs or {}).items():
+        if (name := _STOPS[key]) in found:
+            raise ValueError("generation_kwargs has stop_strings and stop; give one of them.")
+        if value is not None:
+            found[name] = (value,) if isinstance(value, str | int) else tuple(value)
+    return found
+
+
 def _uncovered(trainer: Any, covered: Covered) -> Iterator[str]:
     for path, (allowed, remedy) in covered.items():
         owner, _, name = path.rpartition(".")
@@ -189,10 +208,19 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
     yield from _uncovered(trainer, _ALL_TRAINERS)
     if (count := trainer.args.n_gpu) > 1:
         yield f"{count} GPUs in one process (DataParallel); start it by accelerate launch"
-    if next(trainer.model.parameters()).dtype == torch.float16:
+    found = {parameter.dtype for parameter in trainer.model.parameters()}
+    if is_bf16(trainer):
+        remedy = "load the model in bfloat16 and set bf16=False"
+        if trainer.is_deepspeed_enabled:
+            yield f"bf16=True with DeepSpeed; {remedy}"
+        if trainer.optimizer is not None and torch.float32 in found:
+            yield f"bf16=True with an optimizer of your own, which knows no masters; {remedy}"
+    elif (precision := trainer.accelerator.mixed_precision) != "no":
+        yield f"mixed_precision={precision!r} (accelerate); set it to bf16 or no"
+    if torch.float16 in found:
         yield "the model is in float16, whose gradients overflow; load it in bfloat16"
-    if kind == "Trainer":
-        yield from _uncovered(trainer, _PLAIN)
+    if kind in ("Trainer", "DPOTrainer"):
+        yield from _uncovered(trainer, _PLAIN if kind == "Trainer" else _DPO)
     if kind in ("GRPOTrainer", "RLOOTrainer"):
         yield from _rollout_faults(trainer)
 
@@ -212,6 +240,9 @@ def _rollout_faults(trainer: Any) -> Iterator[str]:
     if getattr(tokenizer, "eos_token_id", None) is None:
         yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
     yield from _uncovered(trainer, _ROLLOUTS)
+    if others := sorted((args.generation_kwargs or {}).keys() - _STOPS.keys()):
+        known = ", ".join(_STOPS)
+        yield f"generation_kwargs={', '.join(others)}; the engine takes {known} only"
     truncates = bool(trainer.top_k) or (trainer.top_p or 1) < 1 or bool(trainer.min_p)
     passes = args.steps_per_generation * trainer.num_iterations
     each = args.gradient_accumulation_steps

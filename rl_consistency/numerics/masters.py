@@ -5,7 +5,7 @@ An update smaller than half a unit in a weight's last place is kept in its maste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -49,11 +49,15 @@ class MasterAdamW(torch.optim.AdamW):
 
     Args:
         groups: parameter groups of an AdamW over the weights; all their options are kept.
+        values: fp32 values that weights were rounded from; their masters are these tensors.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], values: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> None:
         self._weights: list[nn.Parameter] = [p for group in groups for p in group["params"]]
-        self._masters = [nn.Parameter(weight.detach().float()) for weight in self._weights]
+        wide = [(values or {}).get(weight, weight.detach()).float() for weight in self._weights]
+        self._masters = list(map(nn.Parameter, wide))
         masters = iter(self._masters)
         super().__init__([{**g, "params": list(islice(masters, len(g["params"])))} for g in groups])
 

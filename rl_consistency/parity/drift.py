@@ -18,6 +18,8 @@ from torch import Tensor
 from rl_consistency.parity.bytes import bits
 
 LogProbs = Tensor | Sequence[Tensor]
+Given = LogProbs | Sequence[float] | Sequence[Sequence[float]]
+"""What callers have: also lists of numbers, as other engines give them."""
 
 RATIO_BAND = (0.8, 1.2)
 """An importance ratio outside this band counts towards the clip fraction."""
@@ -131,16 +133,17 @@ def _extreme(choose, a: float, b: float) -> float:
 
 
 def compare_logprobs(
-    rollout: LogProbs,
-    training: LogProbs,
-    mask: LogProbs | None = None,
+    rollout: Given,
+    training: Given,
+    mask: Given | None = None,
     *,
     routing: tuple[LogProbs | None, LogProbs | None] | None = None,
 ) -> DriftReport:
     """Compare the logprobs of the same tokens from both sides.
 
     Args:
-        rollout: fp32, any shape, or one tensor per sequence (joined in order).
+        rollout: fp32, any shape, or one tensor per sequence (joined in order); or a list of floats,
+            or one per sequence, each rounded to fp32, which is what engines have made it of.
         training: the same tokens in the same order; shapes, or lengths per sequence, must agree.
         mask: bool or integer, shaped like the logprobs; 0 leaves a position out. None: all count.
         routing: of both sides, the tokens' fingerprints of the experts they met, shaped like the
@@ -151,10 +154,11 @@ def compare_logprobs(
         ValueError: shapes differ, no token is active, or one side alone has routing.
         TypeError: a logprob is not fp32 (the type both sides produce), or a mask is not integral.
     """
+    rollout, training = _tensors(rollout, torch.float32), _tensors(training, torch.float32)
     ours, theirs = _sides(rollout, training)
     active = torch.ones_like(ours, dtype=torch.bool)
     if mask is not None:
-        active = _like(rollout, mask, "mask")
+        active = _like(rollout, _tensors(mask), "mask")
         if active.dtype.is_floating_point or active.dtype.is_complex:
             raise TypeError(f"the mask must be bool or integer, got {active.dtype}")
     index = active.nonzero().squeeze(1)
@@ -288,6 +292,21 @@ def ordered_integers(values: Tensor) -> Tensor:
     two values is the difference of their integers."""
     bits = values.contiguous().view(torch.int32).to(torch.int64)
     return torch.where(bits >= 0, bits, -1 - (bits & 0x7FFFFFFF))
+
+
+def _tensors(values: Any, dtype: torch.dtype | None = None) -> LogProbs:
+    """Lists of numbers as tensors; tensors, and what is neither, as they are."""
+
+    def numbers(found: Any) -> bool:
+        return isinstance(found, list | tuple) and all(isinstance(x, int | float) for x in found)
+
+    if isinstance(values, list | tuple) and values:
+        if numbers(values):
+            return torch.tensor(values, dtype=dtype)
+        empty = dtype or torch.bool
+        made = (torch.tensor(p, dtype=dtype if p else empty) if numbers(p) else p for p in values)
+        return list(made)
+    return values
 
 
 def _parts(values: LogProbs) -> list[Tensor]:

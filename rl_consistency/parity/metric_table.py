@@ -53,9 +53,19 @@ reward/mean  last  mean reward of the step's completions
 reward/std  last  their standard deviation
 reward/equal_group_fraction  last  in GRPO, share of groups whose rewards are all equal: their
     advantages are 0
-reward/kl  last  in PPO, mean over completions of their log-ratio to the reference
+reward/kl  last  mean over completions of their log-ratio to the reference, where the KL is part of
+    the reward
 reward/*  last  mean of one reward function, by its name, before its weight
-eval/reward  max  mean reward of greedy completions of the evaluation set
+dynamic_sampling/rounds  last  rollout batches drawn for the step, where
+    `algorithm.dynamic_sampling` is set
+dynamic_sampling/dropped_groups  last  groups of equal rewards among them that were left out
+dynamic_sampling/filled_groups  last  such groups that the step was filled up with after the last
+    round
+dynamic_sampling/reward_mean  last  mean reward of all completions drawn
+eval/reward  max  mean reward of the evaluation set's completions, greedy ones unless
+    `training.eval_sampling` says otherwise; without an unnamed set the mean over the named ones
+eval/*  max  pass_at_K: share of the set's examples that one of K completions solves, without bias;
+    NAME/reward and NAME/pass_at_K: of the set NAME of `data.eval_sets`
 warm_start/loss  last  loss of the last supervised step before the first rollout
 """),
     "Prompts and completions": _table("""
@@ -69,14 +79,15 @@ completion/cut_fraction  last  share that ended at the token limit
 loss  last  mean loss of the step's updates
 gradient_norm  last  2-norm of the gradient before clipping, mean over updates
 learning_rate  last  of the step's last update
-policy/clip_fraction  last  share of the tokens of all updates whose ratio the loss clipped; means
-    below are over these tokens too
+policy/clip_fraction  last  share of the tokens of all updates whose ratio the loss clipped, with
+    cispo whose weight; means below are over these tokens too
 policy/entropy  last  mean entropy at completion tokens, nats
 policy/balance  last  mean load-balancing loss of a sequence, 1 where its experts are met equally
     often; where `algorithm.balance_coefficient` is set
 policy/skipped_updates  last  updates whose completions were all cut and are masked, which moved
     nothing; where `algorithm.overlong` masks
-policy/ratio/min  last  smallest new / old probability of all updates; 1 in a first one
+policy/ratio/min  last  smallest new / old probability of all updates, with gspo of a sequence (the
+    geometric mean over its tokens); 1 in a first one
 policy/ratio/mean  last  mean ratio
 policy/ratio/max  last  largest ratio of all updates
 policy/kl/rollout  last  mean of r - 1 - log r with r = new / old probability, nats
@@ -303,15 +314,18 @@ SECTIONS: tuple[Section, ...] = (
     _section(
         "Ratio and KL",
         "The importance ratio of the first update, exp(training − rollout), and estimates of the "
-        "KL between both sides.",
+        "KL between both sides: 1 and 0 here, beside those of the stock path on the same tokens.",
         _panel(
             "Importance ratio",
-            Curve("consistency/importance_ratio/max", "max", "stock"),
+            Curve("stock/importance_ratio/max", "stock, max", "stock"),
+            Curve("stock/importance_ratio/min", "stock, min", "stock"),
+            Curve("consistency/importance_ratio/max", "max"),
             Curve("consistency/importance_ratio/mean", "mean", "mean"),
             Curve("consistency/importance_ratio/min", "min", "second"),
         ),
         _panel(
             "KL, rollout to training",
+            Curve("stock/kl/k3", "stock, r − 1 − log r", "stock"),
             Curve("consistency/kl/k3", "r − 1 − log r"),
             Curve("consistency/kl/k1", "−log r", "second"),
             unit="nats",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from rl_consistency.parity.gradients import gradients_kept
 
 SHARE_FOR_LOGITS = 0.25
 """Most of a GPU's free memory that the logits of one stock call may take."""
+BATCH = 64
+"""Most sequences of one decode batch."""
 GROUPED_BYTES = 16
 """What the rows of operands of `torch.nn.functional.grouped_mm` are multiples of."""
 
@@ -48,7 +51,7 @@ def shadow_stock_path(
     prompt_lengths: Sequence[int],
     *,
     temperature: float = 1.0,
-    batch_size: int = 64,
+    batch_size: int = BATCH,
     micro_batch_size: int | None = None,
 ) -> StockShadow:
     """Stock decoding, scoring and training of given tokens, under the current weights.
@@ -92,6 +95,17 @@ def shadow_stock_path(
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )
+
+
+def within_budget(
+    sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], steps: int | None
+) -> list[Sequence[int]]:
+    """The first sequences and of them the beginnings that stock decoding reads in `steps` calls,
+    None: any number: as many whole batches as fit, of one that does not fit `steps` tokens each."""
+    longest = max(len(s) - prompt for s, prompt in zip(sequences, prompt_lengths, strict=True))
+    batches = len(sequences) if steps is None else max(steps // max(longest, 1), 1)
+    pairs = list(zip(sequences, prompt_lengths))[: batches * BATCH]
+    return [s if steps is None else s[: prompt + steps] for s, prompt in pairs]
 
 
 @contextmanager
@@ -163,13 +177,15 @@ def _decode(model: Any, batch: _Batch, temperature: float) -> _Scored:
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     longest = max(len(s) - prompt for s, prompt in batch)
+    # From transformers 5.24 on; 5.40 knows the old name no more.
+    name = "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
     # Finished sequences repeat their last token.
     given = [[*s[prompt:], *s[-1:] * (longest - len(s) + prompt)] for s, prompt in batch]
     steps: list[Tensor] = []
     with stock_routing(model) as routed:
         for tokens in torch.tensor(given, device=model.device).unbind(dim=1):
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-            output = model(**inputs, past_key_values=cache, use_cache=True)
+            output = model(**inputs, **{name: cache}, use_cache=True)
             last = output.logits[:, -1].float() / temperature
             steps.append(selective_log_softmax(last, tokens))
             ids = tokens.unsqueeze(1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
+from rl_consistency.rollout.stop_strings import Detokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,19 +36,31 @@ class Completion:
     routing: Tensor | None = None
     """[len(token_ids)] int64 on the CPU, `expert_fingerprints` of the rows the tokens were drawn
     from; None in a dense model, and where no token was drawn."""
+    seed: int | None = None
+    """The seed of its random numbers: in `SamplingParams` it repeats them for this prompt id."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    """Text of `token_ids` without special tokens; None where the engine has no tokenizer."""
 
     @classmethod
-    def of(cls, sequence: RolloutSequence) -> Completion:
+    def of(cls, sequence: RolloutSequence, tokenizer: Detokenizer | None = None) -> Completion:
+        num_prompt_tokens = sequence.num_prompt_tokens
+        token_ids, text = sequence.token_ids[num_prompt_tokens:], None
+        if tokenizer is not None:  # it may change the copy it is given
+            text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
         assert sequence.finish_reason is not None
         return cls(
             prompt_index=sequence.prompt_index,
             sample_index=sequence.sample_index,
-            token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+            token_ids=token_ids,
             token_logprobs=torch.tensor(sequence.token_logprobs, dtype=torch.float32),
             finish_reason=sequence.finish_reason,
             request_id=sequence.request_id,
             error=sequence.error,
             routing=torch.tensor(sequence.token_routing) if sequence.token_routing else None,
+            seed=sequence.params.seed,
+            prompt_token_ids=sequence.token_ids[:num_prompt_tokens],
+            text=text,
         )
 
 

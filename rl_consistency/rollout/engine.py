@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -22,11 +22,12 @@ from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
 from rl_consistency.rollout.failures import FailedRequestsError
 from rl_consistency.rollout.progress import RolloutProgress
-from rl_consistency.rollout.request import RequestOptions, Requests
+from rl_consistency.rollout.request import Prompts, RequestOptions, Requests
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import RolloutStatistics, Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.stop_strings import Detokenizer
+from rl_consistency.rollout.tokenizer import Message, encode_chats, ending_ids
 from rl_consistency.rollout.weights import WeightsWatch
 
 
@@ -128,7 +129,8 @@ class RolloutEngine:
         model: a causal language model under a live `rl_consistency.patch`, or a wrapper around it.
             Where ranks keep shards of the parameters, all of them build the engine and generate
             together; the other calls need `whole_weights(model)` around all of a rollout.
-        eos_token_id: token or tokens that end a sample, or None.
+        eos_token_id: token or tokens that end a sample, or None; "tokenizer" takes the tokenizer's
+            and those of the model's generation config, as TRL and vLLM do.
         kv_block_size: tokens per KV cache block.
         num_kv_blocks: blocks in the cache; None: see `KVCache.allocate`.
         max_batch_tokens: most tokens computed in one step. In small steps a GPU waits for the host;
@@ -139,7 +141,8 @@ class RolloutEngine:
         tokens_per_sequence: longest sequence to expect; sizes the default cache, limits nothing.
         cuda_graphs: decode and prefill through CUDA graphs on a GPU.
         drafter: proposes tokens to samples with `speculation`; None looks them up in the sample.
-        tokenizer: the model's; needed for stop strings only.
+        tokenizer: the model's, for prompts as text, `chat`, `Completion.text` and stop strings.
+        seed: of the seeds that calls draw whose `SamplingParams` have none, see `Seeds`.
         quiet: show nothing on standard error while kernels compile for more than a moment.
 
     A setting out of range, and a model that is not patched, are ValueErrors.
@@ -149,7 +152,7 @@ class RolloutEngine:
         self,
         model: Any,
         *,
-        eos_token_id: int | Sequence[int] | None,
+        eos_token_id: int | Sequence[int] | Literal["tokenizer"] | None = "tokenizer",
         kv_block_size: int = 16,
         num_kv_blocks: int | None = None,
         max_batch_tokens: int = 16384,
@@ -160,6 +163,7 @@ class RolloutEngine:
         cuda_graphs: bool = True,
         drafter: Drafter | None = None,
         tokenizer: Detokenizer | None = None,
+        seed: int = 0,
         quiet: bool = False,
     ) -> None:
         self._limits = {
@@ -179,6 +183,7 @@ class RolloutEngine:
         if torch.is_inference_mode_enabled():
             raise ValueError("build the RolloutEngine outside torch.inference_mode")
         self._model = model = unwrapped(model)
+        eos = ending_ids(model, eos_token_id, tokenizer)
         self.fingerprint = fingerprint(model.device)
         with whole_weights(model):
             self._runner = ModelRunner(
@@ -192,9 +197,8 @@ class RolloutEngine:
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
         )
-        self._requests = Requests(
-            model.config, eos_token_id, self._blocks, drafter or PromptLookupDrafter(), tokenizer
-        )
+        drafter = drafter or PromptLookupDrafter()
+        self._requests = Requests(model.config, eos, self._blocks, drafter, tokenizer, seed)
         self._weights = WeightsWatch(model)
         self._kernels = RolloutKernels(
             self._runner,
@@ -208,6 +212,7 @@ class RolloutEngine:
         # Reentrant: a progress callback may submit and cancel.
         self._turn = threading.RLock()  # of one `generate`
         self._lock = threading.RLock()  # of one change of state
+        self._tokenizer = tokenizer
         self._is_stepping = False
 
     @property
@@ -222,7 +227,7 @@ class RolloutEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         progress: RolloutProgress | None = None,
@@ -231,7 +236,7 @@ class RolloutEngine:
         """Draw `n` completions of every prompt.
 
         Args:
-            prompts: token ids.
+            prompts: token ids, or texts where the engine has a tokenizer.
             sampling: one for all prompts, or one for each.
             progress: called after each step, or a block that gives such a function, as
                 `progress_bar()` does.
@@ -264,7 +269,7 @@ class RolloutEngine:
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         progress: RolloutProgress | None = None,
@@ -286,7 +291,7 @@ class RolloutEngine:
 
     def submit(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: SamplingParams | Sequence[SamplingParams],
         **options: Unpack[RequestOptions],
     ) -> list[str]:
@@ -304,10 +309,38 @@ class RolloutEngine:
                 self._weights.compare(digest)
             else:
                 self._begin(digest, sequences)
+            self._requests.seeds.take(sequences, self._weights.digest)
             for sequence in sequences:
                 self._requests.add(sequence)
                 self._loop.add(sequence)
             return list(dict.fromkeys(sequence.request_id for sequence in sequences))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: RolloutProgress | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]:
+        """`generate` behind a conversation, or each of several, through the tokenizer's template.
+
+        `chat_template_kwargs` (`tools`, `chat_template`, `enable_thinking`, ...) are passed to
+        `apply_chat_template`. `Completion.prompt_token_ids` has what the model read.
+        """
+        template = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        prompts = encode_chats(self._tokenizer, messages, **template)
+        return self.generate(prompts, sampling, progress=progress, **options)
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the stream of drawn seeds is; the seeds that follow are a function of it."""
+        return self._requests.seeds.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Draw the seeds that an engine with this state would; ValueError for another state."""
+        self._requests.seeds.load_state_dict(state)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; returns whether there was anything.

@@ -32,18 +32,24 @@ def progress_bar(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[speed]:,.0f}/s"),
+        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[speed]}/s"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None, tokens=0, speed=0.0)
+        task = bar.add_task(title, total=None, tokens=0, speed="0")
 
         def progress(num_tokens: int, num_finished: int, num_samples: int) -> None:
             elapsed = bar.tasks[0].elapsed
-            rates = {"tokens": num_tokens, "speed": num_tokens / elapsed if elapsed else 0.0}
+            speed = shown_rate(num_tokens / elapsed if elapsed else 0.0)
+            rates = {"tokens": num_tokens, "speed": speed}
             bar.update(task, completed=num_finished, total=num_samples, **rates)
 
         yield progress
+
+
+def shown_rate(rate: float) -> str:
+    """Tokens a second as people read them: 12,346, 9.5 or 0.043."""
+    return f"{rate:,.0f}" if rate >= 10 or rate == 0 else f"{rate:.2g}"
 
 
 MOMENT = 2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -13,8 +12,13 @@ from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.drafter import Drafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
+from rl_consistency.rollout.seeds import Seeds
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.stop_strings import Detokenizer, StopStrings
+from rl_consistency.rollout.tokenizer import encode_text
+
+Prompts = str | Sequence[str | Sequence[int]]
+"""Token ids of each prompt, or its text, which needs a tokenizer; a string alone is one prompt."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -41,6 +45,7 @@ class Requests:
         blocks: BlockManager,
         drafter: Drafter,
         tokenizer: Detokenizer | None,
+        seed: int,
     ) -> None:
         for name, given, method in (
             ("drafter", drafter, "start"),
@@ -53,6 +58,7 @@ class Requests:
         last = self._vocab_size - 1
         self._eos = frozenset(check_integer("each eos_token_id", token, 0, last) for token in eos)
         self._blocks, self._drafter, self._tokenizer = blocks, drafter, tokenizer
+        self.seeds = Seeds(seed)
         self._numbers = itertools.count()  # of the ids made up
         self.restart()
 
@@ -82,7 +88,7 @@ class Requests:
         live.remove(sequence)
         if not live:
             del self.live[sequence.request_id]
-        self._ended.append(Completion.of(sequence))
+        self._ended.append(Completion.of(sequence, self._tokenizer))
         self.num_finished += 1
 
     def take_completions(self) -> list[Completion]:
@@ -92,11 +98,13 @@ class Requests:
 
     def sequences(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: SamplingParams | Sequence[SamplingParams],
         **options: Unpack[RequestOptions],
     ) -> list[RolloutSequence]:
         """New sequences by (prompt index, sample index); ValueError for what cannot be served."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
         if not isinstance(prompts, Sized):
             kind = type(prompts).__name__
             raise ValueError(f"prompts must be a list of lists of token ids; got a {kind}")
@@ -125,17 +133,19 @@ class Requests:
         for index, asked in enumerate(params):
             if not isinstance(asked, SamplingParams):
                 raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
-        self._check_names(names, [(p.seed, i) for p, i in zip(params, ids, strict=True)])
-        kept = [replace(p) for p in params]  # whatever becomes of the caller's
+        kept = self.seeds.resolved(params)  # copies, whatever becomes of the caller's
+        self._check_names(names, kept, ids)
         requests = zip(itertools.count(), prompts, kept, ids, names, strict=False)
         return [sequence for request in requests for sequence in self._samples(*request)]
 
-    def _check_names(self, names: Sequence[str], streams: Sequence[tuple[int, int]]) -> None:
+    def _check_names(
+        self, names: Sequence[str], params: Sequence[SamplingParams], ids: Sequence[int]
+    ) -> None:
         """ValueError for an id that is taken or no string, and for random numbers in use."""
         seen = self.unfinished()
-        samples = (live[0] for live in self.live.values())
+        samples = (live[0] for live in self.live.values() if live[0].params.temperature > 0)
         used = {(s.params.seed, s.prompt_id): "a request that is not finished" for s in samples}
-        for index, (name, (seed, prompt_id)) in enumerate(zip(names, streams, strict=True)):
+        for index, (name, asked, prompt_id) in enumerate(zip(names, params, ids, strict=True)):
             if not isinstance(name, str):
                 raise ValueError(f"request ids must be strings, got {name!r}")
             if name in seen:
@@ -143,18 +153,27 @@ class Requests:
                     f"request id {name!r} is given twice, or belongs to a request that is not "
                     "finished; give each its own"
                 )
-            if other := used.get((seed, prompt_id)):
-                raise ValueError(
-                    f"prompt {index} has the prompt id {prompt_id} and seed {seed} of {other}, so "
-                    "both would use the same random numbers; give each its own prompt id or seed, "
-                    "or ask for n samples of one prompt"
-                )
             seen.add(name)
-            used[seed, prompt_id] = f"prompt {index}"
+            if asked.temperature == 0:
+                continue  # it uses no random number
+            if other := used.get((asked.seed, prompt_id)):
+                raise ValueError(
+                    f"prompt {index} has the prompt id {prompt_id} and seed {asked.seed} of "
+                    f"{other}, so both would use the same random numbers; give each its own prompt "
+                    "id or seed, or ask for n samples of one prompt"
+                )
+            used[asked.seed, prompt_id] = f"prompt {index}"
 
     def _samples(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, prompt_id: int, name: str
+        self,
+        index: int,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        prompt_id: int,
+        name: str,
     ) -> Iterator[RolloutSequence]:
+        if isinstance(prompt, str):
+            prompt = encode_text(self._tokenizer, prompt)
         tokens = self._checked_prompt(index, prompt, params.max_tokens)
         if (highest := max(params.stop_token_ids, default=0)) >= self._vocab_size:
             raise ValueError(

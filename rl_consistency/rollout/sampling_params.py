@@ -35,7 +35,7 @@ class Truncation(IntEnum):
 class SamplingParams:
     """How the completions of one prompt are drawn.
 
-        SamplingParams(n=8, temperature=1.0, top_p=0.95, max_tokens=256, seed=17)
+        SamplingParams(n=8, temperature=1.0, top_p=0.95, max_tokens=256)
 
     draws eight samples of at most 256 tokens. Training recomputes the truncated support from it:
     `rl_consistency.token_logprobs(model, ..., sampling=params)`. A wrong value is a ValueError.
@@ -55,8 +55,9 @@ class SamplingParams:
     """Most tokens generated per sample, at least 1."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sample, as the engine's eos does; the stop token belongs to the sample."""
-    seed: int = 0
-    """Seed of the random stream, in [0, 2**64)."""
+    seed: int | None = None
+    """Seed of the random stream, in [0, 2**64): its random numbers are the same in each call. None:
+    the engine gives each call a fresh one, and `Completion.seed` reports it."""
     ignore_eos: bool = False
     """Do not stop at the engine's eos tokens; `stop_token_ids` still stop."""
     stop: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ class SamplingParams:
             "n": check_integer("n", self.n, 1),
             "top_k": check_integer("top_k", self.top_k, 0, 2**31 - 1),
             "max_tokens": check_integer("max_tokens", self.max_tokens, 1),
-            "seed": check_integer("seed", self.seed, 0, 2**64 - 1),
+            "seed": None if self.seed is None else check_integer("seed", self.seed, 0, 2**64 - 1),
             "speculation": check_integer("speculation", self.speculation, 0, MAX_DRAFT),
             "stop_token_ids": _token_ids(self.stop_token_ids),
             "stop": _strings(self.stop),

@@ -85,10 +85,16 @@ class WeightsWatch:
         self._withdrawals = audit.withdrawals()
         self._steps: StepWatch | None = None  # of the rollout under way
         self._placed: _Placed | None = None
-        self._digest: Callable[[], str] = lambda: ""  # of the rollout that is about to begin
+        self._begun: Callable[[], str] = lambda: ""  # of the rollout that is about to begin
         self._drawn = random.Random()  # of its own: the user's random numbers stay as they are
         self._num_steps = self._next_digest = 0
         self._looks_at_all = False
+
+    @property
+    def digest(self) -> str:
+        """Of the weights in use."""
+        assert self._held is not None
+        return self._held.digest
 
     def withdrawals(self) -> int:
         """Number of library products withdrawn so far, with a warning of those since the last call;
@@ -115,7 +121,7 @@ class WeightsWatch:
             digest = PlacedDigest(weights) if fits else None
             lent = is_sharded(self._model)
             self._placed = placed = _Placed(snapshot, addresses, weights, digest, lent)
-        self._digest = self._launched()
+        self._begun = self._launched()
         self._steps = StepWatch(snapshot, placed.weights)
         return path
 
@@ -127,7 +133,7 @@ class WeightsWatch:
         """
         before, self._held = self._held, None
         self._num_steps, self._next_digest = 0, self._gap()
-        held = _Origin(self._digest(), current(), path, withdrawals)
+        held = _Origin(self._begun(), current(), path, withdrawals)
         _compare(given, held.digest)
         self._held = held
         # What a hook reads may have changed, and leaves no trace here.
@@ -135,8 +141,7 @@ class WeightsWatch:
 
     def compare(self, given: str | None) -> None:
         """ConsistencyError if a given digest is not that of the weights in use."""
-        assert self._held is not None
-        _compare(given, self._held.digest)
+        _compare(given, self.digest)
 
     def in_step(self, is_busy: Callable[[], bool] | None) -> None:
         """Look at what a forward reads: all of it on a CPU, where `is_busy` is None, and after

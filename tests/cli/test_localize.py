@@ -1,9 +1,14 @@
+import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
+from rl_consistency.cli import localize
+from rl_consistency.cli.console import print_whole
 from rl_consistency.cli.main import main
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
@@ -188,3 +193,19 @@ def test_another_run_s_bundle_gives_its_weights(drifted_run, tmp_path, capsys):
         file.write(" ")
     assert main(given) == 2
     assert f"{other} is damaged or was renamed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_table_cuts_a_word_in_eighty_columns(terminal):
+    names = ("pass_", "layer", "op", "what", "elements", "differing", "max_abs", "rms")
+    rows = [
+        ("backward", 31, "token_logprobs", "gradient of weight", 7, 7, 1.2e-05, 3.4e-07),
+        ("backward", None, "shared_experts", "gradient of gate_up_proj", 9, 9, 1e-10, 1e-10),
+    ]
+    ops = [SimpleNamespace(**dict(zip(names, row)), relative_rms=1.5e-06) for row in rows]
+    out = Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
+    print_whole(out, localize._growth_table(SimpleNamespace(ops=ops, first=ops[0])))
+    text = out.file.getvalue()
+    words = {word for row in rows for value in row[:4] for word in str(value).split()} - {"None"}
+    assert words | {"1.5e-06", "differing"} <= set(text.split()) and "…" not in text
+    assert "relative" in text and (not terminal or max(map(len, text.splitlines())) <= 80)

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("trl", reason="trl is an optional extra")
 
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
+from trl import GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 from rl_consistency.models.families import UnsupportedModelError
@@ -31,11 +32,12 @@ def tools_and_support(trainer):
 
 
 ASKED = {
-    "autocast": ({"bf16": True}, r"bf16=True; .*load the model in bfloat16 and set bf16=False"),
-    "TRL's default": ({"bf16": None}, r"bf16=True; .*load the model in bfloat16"),
     "fp32 head": ({"cast_lm_head_to_fp32": True}, r"cast_lm_head_to_fp32=True; .*to False"),
     "repetition": ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1; .*set it to 1\.0"),
-    "other sampling": ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs=.* to None"),
+    "other sampling": (
+        {"generation_kwargs": {"num_beams": 2}},
+        "generation_kwargs=num_beams; the .* stop_strings, stop, ",
+    ),
     "support and KL": ({"top_p": 0.9, "beta": 0.1}, r"top_p=0\.9.*set beta=0"),
     "support and iterations": (
         {"top_k": 5, "num_iterations": 2},
@@ -67,6 +69,21 @@ CHANGED = {
     "tools and support": (tools_and_support, r"top_p=0\.9.* with tools: .*without t"),
     "float16": (lambda trainer: trainer.model.half(), "float16.*load it in bfloat16"),
     "compiled": (set_on("args.torch_compile", True), "torch_compile=True; .*to False"),
+    "fp8": (set_on("accelerator.state._mixed_precision", "fp8"), "mixed_precision='fp8'.*bf16 or"),
+    "masters of another": (
+        lambda trainer: [
+            set_on("args.bf16", True)(trainer),
+            set_on("optimizer", torch.optim.SGD(trainer.model.parameters()))(trainer),
+        ],
+        "bf16=True with an optimizer of your own, .*load the model in bfloat16",
+    ),
+    "bf16 of DeepSpeed": (
+        lambda trainer: [
+            set_on("args.bf16", True)(trainer),
+            set_on("is_deepspeed_enabled", True)(trainer),
+        ],
+        "bf16=True with DeepSpeed; load the model in bfloat16 and set bf16=False",
+    ),
     "several GPUs": (set_on("args._n_gpu", 2), r"2 GPUs in one process.*accelerate launch"),
 }
 
@@ -133,7 +150,7 @@ def test_a_version_of_trl_that_was_not_read(version, attach, monkeypatch, make):
     check_refused(trainer, attach, ImportError, message)
 
 
-@pytest.mark.parametrize("cls", [DPOTrainer, KTOTrainer, RewardTrainer, OnlineDPOTrainer, dict])
+@pytest.mark.parametrize("cls", [KTOTrainer, RewardTrainer, OnlineDPOTrainer, dict])
 def test_a_class_that_is_not_covered(cls, attach):
     with pytest.raises(TypeError, match=rf"got a .*{cls.__name__}; it covers GRPOTrainer, RLOO"):
         attach(cls.__new__(cls))

@@ -6,7 +6,7 @@ pytest.importorskip("trl", reason="trl is an optional extra")
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 PROMPTS = [f"{a}+{b}=" for a in range(1, 12, 3) for b in range(1, 9, 2)]
 PLAIN = {
@@ -36,9 +36,19 @@ def loaded(directory, **options):
     return AutoModelForCausalLM.from_pretrained(directory, **options)
 
 
-def grpo(directory, tmp_path, *, model=None, config=GRPOConfig, trainer=GRPOTrainer, **options):
+def grpo(
+    directory,
+    tmp_path,
+    *,
+    model=None,
+    config=GRPOConfig,
+    trainer=GRPOTrainer,
+    callbacks=None,
+    **options,
+):
     """A GRPOTrainer, or one of another class with the same arguments."""
     return trainer(
+        callbacks=callbacks,
         model=model or loaded(directory),
         reward_funcs=distinct_tokens,
         args=config(output_dir=str(tmp_path), **(PLAIN | ROLLOUT | options)),
@@ -57,6 +67,23 @@ def sft(directory, tmp_path, *, model=None, **options):
         ),
         train_dataset=Dataset.from_dict({"text": [f"{a}+{a}={'yes' * a}" for a in range(1, 8)]}),
         eval_dataset=Dataset.from_dict({"text": ["1+1=2", "20+20=40"]}),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+    )
+
+
+def dpo(directory, tmp_path, *, model=None, **options):
+    """A DPOTrainer on pairs of unequal lengths."""
+    rows = [
+        {"prompt": f"{a}+{a}=", "chosen": "yes" * a, "rejected": "no" * (a % 3 + 1)}
+        for a in range(1, 8)
+    ]
+    return DPOTrainer(
+        model=model or loaded(directory),
+        args=DPOConfig(
+            output_dir=str(tmp_path), **(PLAIN | {"per_device_train_batch_size": 2} | options)
+        ),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:2]),
         processing_class=AutoTokenizer.from_pretrained(directory),
     )
 

@@ -106,6 +106,19 @@ def test_inputs_that_cannot_be_compared_are_refused(a, b, mask, message):
         compare_logprobs(a, b, mask)
 
 
+def test_lists_of_floats_are_taken_as_engines_give_them():
+    rollout = [torch.tensor([-0.1, -2.5, -1e-5]), torch.tensor([-0.3]), torch.tensor([])]
+    training = [part.clone() for part in rollout]
+    training[0][1] = torch.nextafter(training[0][1], torch.tensor(0.0))
+    expected = compare_logprobs(rollout, training, torch.tensor([True, True, False, True]))
+    lists = [[part.tolist() for part in side] for side in (rollout, training)]
+    assert compare_logprobs(*lists, [[1, 1, 0], [True], []]) == expected
+    assert compare_logprobs(lists[0], training, [[1, 1, 0], [True], []]) == expected
+    flat = [[value for part in side for value in part] for side in lists]
+    assert compare_logprobs(*flat, [True, True, False, True]) == expected
+    assert expected.mismatched_tokens == 1 and expected.tokens == 3
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -115,7 +128,10 @@ def test_inputs_that_cannot_be_compared_are_refused(a, b, mask, message):
             "training logprobs must be torch.f",
         ),
         ({"mask": torch.ones(2)}, TypeError, "mask must be bool or integer"),
-        ({"mask": [True, False]}, TypeError, "a bool stands among what is compared"),
+        ({"mask": [True, None]}, TypeError, "a bool stands among what is compared"),
+        ({"mask": [0.5, 1.0]}, TypeError, "mask must be bool or integer"),
+        ({"training": [[-0.5, None]]}, TypeError, "a list stands among what is compared"),
+        ({"training": [-0.5]}, ValueError, "training has shape"),
         ({"routing": torch.zeros(2)}, ValueError, "routing is a pair"),
         (
             {"routing": (torch.arange(2), None)},

@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 import torch
 from transformers import (
@@ -9,7 +11,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.parity import stock
 from rl_consistency.parity.digest import each_digest, parameter_digest
-from rl_consistency.parity.stock import shadow_stock_path
+from rl_consistency.parity.stock import BATCH, shadow_stock_path, within_budget
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.models.patch.tiny_models import tiny
 
@@ -58,6 +60,46 @@ def test_the_stock_path_drifts_a_little(sequences, family, dtype, limit):
     assert report.tokens == sum(LENGTHS) - sum(PROMPTS)
     assert report.mismatch_fraction > 0.1 and report.nonfinite_tokens == 0
     assert 0 < report.max_abs_diff < limit
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_version_that_calls_the_cache_otherwise_is_given_it_by_that_name(sequences, monkeypatch):
+    """transformers 5.24 renames past_key_values, which 5.40 will not know."""
+    model, given = build(), []
+    stock_class = type(model)
+    forward = stock_class.forward
+
+    def renamed(self, input_ids, attention_mask=None, position_ids=None, cache=None, **kwargs):
+        given.append(cache)
+        assert "past_key_values" not in kwargs
+        name = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+        kwargs = {"position_ids": position_ids, name: cache, **kwargs}
+        return forward(self, input_ids, attention_mask, **kwargs)
+
+    with patch(model) as session:
+        plain = measure_stock_drift(session, sequences, PROMPTS)
+        monkeypatch.setattr(stock_class, "forward", renamed)
+        assert measure_stock_drift(session, sequences, PROMPTS) == plain
+    assert sum(cache is not None for cache in given) == max(
+        length - prompt for length, prompt in zip(LENGTHS, PROMPTS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("completions", "steps", "kept"),
+    [
+        ([3, 5, 2], None, [3, 5, 2]),
+        ([3, 5, 2], 5, [3, 5, 2]),
+        ([3, 5, 2], 4, [3, 4, 2]),
+        ([16] * 200, 64, [16] * 200),
+        ([16] * 200, 63, [16] * 3 * BATCH),
+        ([16] * 199 + [300], 256, [16] * BATCH),
+        ([0, 0], 4, [0, 0]),
+    ],
+)
+def test_a_budget_takes_whole_batches_or_the_beginning_of_one(completions, steps, kept):
+    found = within_budget([[7] * (4 + n) for n in completions], [4] * len(completions), steps)
+    assert [len(sequence) - 4 for sequence in found] == kept
 
 
 def test_without_a_cache_and_a_batch_nothing_drifts(sequences, monkeypatch):

@@ -128,6 +128,26 @@ def test_a_step_without_drift_has_the_promised_names_and_reads_zero(make_hook, m
     assert 0 < metrics["stock/logprob_abs_diff/max"] < 1e-4
 
 
+def test_a_shadow_within_a_budget_says_once_what_it_measured(make_hook, model, rollout):
+    told, begun = [], []
+    hook = make_hook(shadow_every=1, shadow_budget=5, warn=told.append, progress=begun.append)
+    for step in (1, 2):
+        metrics = whole_step(hook, model, at_step(rollout, step))
+        assert metrics["stock/tokens"] == 30 and metrics["consistency/tokens"] == 54
+    assert len(told) == 1 and "on 6 of 6 completions, at most 5 tokens of each" in told[0]
+    assert begun == ["stock shadow"] * 2
+
+
+def test_a_check_that_takes_longer_than_its_step_is_named_with_its_remedy():
+    times = {"step": 100.0, "shadow": 71.0, "gradient_check": 9.0}
+    metrics = {f"time/{name}_seconds": seconds for name, seconds in times.items()}
+    assert hooks.slow_checks(metrics) == [
+        "the shadow took 71 s, the step without checks 20 s; lower consistency.shadow_budget or "
+        "raise shadow_every"
+    ]
+    assert hooks.slow_checks({name: value / 20 for name, value in metrics.items()}) == []
+
+
 def test_checks_come_on_the_first_step_and_every_so_many_after(make_hook, model, rollout):
     hook = make_hook(gradient_check_every=2, shadow_every=3)
     checked, shadowed = [], []

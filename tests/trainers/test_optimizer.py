@@ -227,15 +227,106 @@ def test_names_that_begin_alike_do_not_exchange_their_state():
         ("constant", 2, [0, 1 / 2, 1, 1, 1, 1]),
         ("linear", 2, [0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4]),
         ("cosine", 2, [0, 1 / 2, *((1 + math.cos(math.pi * n / 4)) / 2 for n in range(4))]),
+        ("constant_with_warmup", 2, [0, 1 / 2, 1, 1, 1, 1]),
     ],
 )
-def test_the_learning_rate_follows_its_schedule(schedule, warmup, expected):
+@pytest.mark.parametrize("end", [0.0, 0.25])
+def test_the_learning_rate_follows_its_schedule(schedule, warmup, expected, end):
+    stays = schedule.startswith("constant")
+    end *= not stays
     model = small_model()
-    optimizer = optimizer_of(model, schedule=schedule, warmup_steps=warmup, total_steps=6)
+    given = {"schedule": schedule, "warmup_steps": warmup, "total_steps": 6}
+    optimizer = optimizer_of(model, min_lr=RATE * end or None, **given)
+    expected = [x if i < warmup else end + (1 - end) * x for i, x in enumerate(expected)]
     rates = []
     for step in range(6):
         rates.append(optimizer.learning_rate)
         give_gradients(model, step)
         optimizer.step()
     assert rates == pytest.approx([RATE * share for share in expected])
-    assert optimizer.learning_rate == pytest.approx(0 if schedule != "constant" else RATE)
+    assert optimizer.learning_rate == pytest.approx(RATE if stays else RATE * end)
+    same = optimizer_of(model, min_lr_ratio=end, **given)
+    assert [f(5) for f in same._schedule.lr_lambdas] == [
+        f(5) for f in optimizer._schedule.lr_lambdas
+    ]
+
+
+def layered_model(dtype=torch.float32):
+    """Names as a policy has them: two matrices of a layer, beside them what Muon leaves out."""
+    generator = torch.Generator().manual_seed(0)
+    layer = {"up": nn.Linear(64, 96), "down": nn.Linear(96, 64, bias=False)}
+    layers = nn.ModuleList([nn.ModuleDict(layer | {"norm": nn.LayerNorm(64, bias=False)})])
+    outer = {"embed_tokens": nn.Embedding(80, 64), "layers": layers}
+    model = nn.ModuleDict({"model": nn.ModuleDict(outer), "lm_head": nn.Linear(64, 80, bias=False)})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model = model.to(dtype)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    return model
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    model, twin = layered_model(), layered_model()
+    muon = {"momentum": 0.9, "adjust_lr_fn": "original", "adamw_learning_rate": 1e-3}
+    optimizer = optimizer_of(model, name="muon", muon=muon, weight_decay=0.1)
+    (layer,), head = twin["model"]["layers"], twin["lm_head"]
+    inner = [layer["up"].weight, layer["down"].weight]
+    outer = [{"params": [twin["model"]["embed_tokens"].weight, head.weight], "weight_decay": 0.1}]
+    plain = plain_adamw(
+        [*outer, {"params": [layer["up"].bias, layer["norm"].weight]}], lr=1e-3, weight_decay=0.0
+    )
+    theirs = torch.optim.Muon(inner, lr=RATE, momentum=0.9, weight_decay=0.1)
+    for step in range(3):
+        give_gradients(model, step)
+        give_gradients(twin, step)
+        optimizer.step()
+        plain.step()
+        theirs.step()
+    assert parameter_digest(model) == parameter_digest(twin)
+    kinds = {name.removeprefix("model.layers.0.") for name in optimizer.tensors() if "up" in name}
+    assert kinds == {"up.weight.momentum_buffer", *(f"up.bias.{k}" for k in (*MOMENTS, "step"))}
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def test_muon_refuses_weights_of_all_experts_in_one():
+    model = layered_model()
+    model["model"]["layers"][0].register_parameter("experts", nn.Parameter(torch.ones(2, 64, 64)))
+    with pytest.raises(ValueError, match=r"layers.0.experts is \[2, 64, 64\].*use adamw"):
+        optimizer_of(model, name="muon")
+
+
+EIGHT_BIT = pytest.param("adamw_8bit", marks=pytest.mark.thorough)  # bitsandbytes takes seconds
+
+
+@pytest.mark.parametrize("name", ["muon", EIGHT_BIT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_optimizers_are_restored_bit_for_bit(name, dtype, tmp_path):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    given = {"name": name, "schedule": "linear", "min_lr_ratio": 0.1, "weight_decay": 0.1}
+
+    def run(model, optimizer, steps):
+        for step in steps:
+            give_gradients(model, step)
+            optimizer.step()
+        return parameter_digest(model)
+
+    whole, model = layered_model(dtype), layered_model(dtype)
+    expected = run(whole, optimizer_of(whole, **given), range(6))
+    first = optimizer_of(model, **given)
+    run(model, first, range(3))
+    save_file(first.tensors(), tmp_path / "o.safetensors")
+    saved = load_file(tmp_path / "o.safetensors")
+    if name == "adamw_8bit":
+        assert saved["lm_head.weight.state1"].dtype == torch.uint8
+    for moments in (saved, {k: torch.zeros_like(v) for k, v in saved.items() if "step" not in k}):
+        again = layered_model(dtype)
+        again.load_state_dict(model.state_dict())
+        second = optimizer_of(again, **given)
+        second.load(saved | moments, first.schedule_state())
+        found = run(again, second, range(3, 6))
+        assert (found == expected) == (moments is saved)

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_consistency.models.patch import patch
+from rl_consistency.rollout.tokenizer import eos_token_ids
 from rl_consistency.trainers import policy as policy_module
 from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
 from rl_consistency.trainers.data.tokenizer import EOS_TOKEN, TokenizerError, byte_tokenizer
 from rl_consistency.trainers.policy import (
     build_model,
-    eos_token_ids,
     load_policy,
     unread_sampling,
 )

@@ -6,8 +6,9 @@ import torch
 from benchmarks.make_random_model import main
 from benchmarks.models import build_model
 from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.rollout.tokenizer import eos_token_ids
 from rl_consistency.trainers.config.sections import PolicySection, TokenizerSection
-from rl_consistency.trainers.policy import eos_token_ids, load_policy
+from rl_consistency.trainers.policy import load_policy
 
 
 def test_a_mixture_of_experts_loads_with_the_weights_it_was_given(tmp_path):

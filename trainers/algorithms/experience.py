@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isnan
 from statistics import fmean, stdev
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.rewards import Rewards
+from rl_consistency.trainers.rewards import Rewards, known
 
 
 @dataclass(kw_only=True)
@@ -36,6 +37,13 @@ class Experience(Rollout):
         """Completion tokens of each sample."""
         return [len(t) for t in self.logprobs]
 
+    def kl(self) -> list[list[float]] | None:
+        """logprob - reference_logprob of each token, in fp64; None without a reference."""
+        if self.reference_logprobs is None:
+            return None
+        pairs = zip(self.logprobs, self.reference_logprobs, strict=True)
+        return [(own.double() - other.cpu().double()).tolist() for own, other in pairs]
+
 
 def rollout_metrics(
     completions: Sequence[Completion], rewards: Rewards
@@ -43,13 +51,14 @@ def rollout_metrics(
     """What is logged of a rollout's completions and their rewards."""
     lengths = [len(c.token_ids) for c in completions]
     cut = sum(c.finish_reason == "length" for c in completions)
+    total = known(rewards.total)
+    columns = {"mean": total} | {name: known(each) for name, each in rewards.by_function.items()}
     return {
-        "reward/mean": fmean(rewards.total),
-        "reward/std": stdev(rewards.total) if len(rewards.total) > 1 else 0.0,
+        **{f"reward/{name}": fmean(values) for name, values in columns.items() if values},
+        "reward/std": stdev(total) if len(total) > 1 else 0.0,
         "completion/length_mean": fmean(lengths),
         "completion/length_max": max(lengths),
         "completion/cut_fraction": cut / len(completions),
-        **{f"reward/{name}": fmean(values) for name, values in rewards.by_function.items()},
     }
 
 
@@ -64,10 +73,11 @@ def samples_of(
 ) -> list[dict[str, Any]]:
     """`count` completions of a rollout: of each group of `n` in turn the best, then the worst.
 
-    Of two with equal rewards the earlier counts as the better one.
+    Of two with equal rewards the earlier counts as the better one; one without is the worst.
     """
+    total = rewards.total
     ranked = [
-        sorted(range(first, first + n), key=lambda i: -rewards.total[i])
+        sorted(range(first, first + n), key=lambda i: (isnan(total[i]), -total[i]))
         for first in range(0, len(completions), n)
     ]
     chosen = [i for group in ranked for i in dict.fromkeys((group[0], group[-1]))][:count]
@@ -77,7 +87,7 @@ def samples_of(
             "prompt": examples[i].prompt,
             "completion": text,
             "answer": examples[i].answer,
-            "reward": rewards.total[i],
+            "reward": None if isnan(total[i]) else total[i],
             "rewards": {name: scores[i] for name, scores in rewards.by_function.items()},
             "tokens": len(completions[i].token_ids),
             "finish_reason": completions[i].finish_reason,

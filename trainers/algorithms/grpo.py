@@ -2,16 +2,16 @@
 
 The behaviour logprobs are the rollout's own: training recomputes the same bits, so there is no
 separate pass for "old" logprobs and the first importance ratio is exactly 1.
-Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu et al., DAPO (2025).
+Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu et al., DAPO (2025);
+`losses.LOSSES` and `advantages` name those of the other cases.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -27,32 +27,45 @@ from rl_consistency.models.scoring.token_logprobs import TokenLogprobs, token_lo
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.gradients import GradientReport
-from rl_consistency.rollout.block_manager import cache_shape
 from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
+from rl_consistency.trainers.advantages import (
+    equal_groups,
+    overlong_mask,
+    overlong_penalty,
+    token_advantages,
+)
+from rl_consistency.trainers.algorithms.dynamic_sampling import Drawn, fill_batch
 from rl_consistency.trainers.algorithms.experience import Experience, rollout_metrics, samples_of
+from rl_consistency.trainers.algorithms.passes import backward_passes, in_groups
+from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.examples import DataOrder, Example
+from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.evaluation import evaluation_metrics, sampling_of
 from rl_consistency.trainers.hooks import ConsistencyHook, Metrics, regrouped
 from rl_consistency.trainers.losses import (
+    LOSSES,
     L,
     LossOutput,
     TokenBatch,
     mean_metrics,
     merge_outputs,
-    per_token,
     policy_loss,
     token_weights,
     with_balance,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import eos_token_ids
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, Rewards, compute_rewards
-from rl_consistency.trainers.strategies.strategy import Backward, Strategy
+from rl_consistency.trainers.rewards import (
+    RewardError,
+    RewardFunction,
+    Rewards,
+    compute_rewards,
+    require_rewards,
+)
+from rl_consistency.trainers.strategies.strategy import Strategy
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,7 +84,8 @@ class GRPOTrainer:
     ranks: Strategy
     config: RunConfig
     train: PromptSet
-    evaluation: PromptSet | None
+    evaluations: Mapping[str, PromptSet]
+    """By name; the set named "" is that of the recipe's task or eval_path."""
     rewards: Sequence[RewardFunction]
     hook: ConsistencyHook
     reference: Any = None
@@ -80,6 +94,8 @@ class GRPOTrainer:
     """Completions of the last step that people are shown, each with its reward."""
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     """Told what is done of a phase of the step."""
+    extra_rounds: int = 0
+    """Rollout batches that earlier steps drew beyond one each, in dynamic sampling."""
 
     _routing: dict[int, Tensor] = field(init=False)  # of the samples scored last
     timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")  # phases of a step
@@ -87,9 +103,13 @@ class GRPOTrainer:
     def __post_init__(self) -> None:
         config, size = self.config, self.config.rollout.prompts_per_step
         self._sampling = config.sampling
-        self._order = DataOrder(len(self.train.prompts), size, config.run.seed, config.data.shuffle)
+        self._order = self.train.order(size, config.run.seed, config.data.shuffle)
         shape = {"clip_low", "clip_high", "kl_coefficient", "entropy_coefficient"}
-        self._loss_settings = config.algorithm.model_dump(include=shape)
+        self._form = LOSSES[config.algorithm.loss]
+        self._loss_settings: dict[str, Any] = config.algorithm.model_dump(include=shape)
+        self._loss_settings["surrogate"] = self._form.surrogate
+        if config.algorithm.kl_in_reward:
+            self._loss_settings["kl_coefficient"] = 0.0
         batch = size * self._sampling.n
         self._update_size = batch // config.algorithm.updates_per_rollout
         firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
@@ -111,10 +131,10 @@ class GRPOTrainer:
         started = perf_counter()
         self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
         self._passed: Counter[str] = Counter()
-        with self._timed("rollout"):
-            index, completions = self._roll_out(step)
+        drawn, found = self._drawn(step)
         used = self.engine.stats
-        metrics, experience = self._experience(step, index, completions)
+        metrics, experience = self._experience(step, *drawn)
+        metrics |= found
         # How the engine was used. Like times, these may differ between runs with equal tokens.
         metrics |= {f"time/rollout_{name}": getattr(used, name) for name in ENGINE_METRICS}
         metrics |= self._learn(experience)
@@ -131,18 +151,25 @@ class GRPOTrainer:
         metrics["tokens_per_second"] = tokens / metrics["time/step_seconds"]
         return metrics
 
-    def evaluate(self) -> Metrics:
-        """Mean reward of one greedy completion per evaluation example; {} without a set."""
-        if self.evaluation is None:
-            return {}
-        there = len(self.evaluation.prompts)
-        limit = min(self.config.training.eval_samples or there, there)
-        greedy = replace(self._sampling, n=1, temperature=0.0)
-        own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
-        drawn = self._draw(self.evaluation, list(own), greedy, list(own))
-        completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
-        rewards = self._rewards(self.evaluation.examples[:limit], completions)
-        return {"eval/reward": fmean(rewards.total)}
+    def evaluate(self, step: int = 0) -> Metrics:
+        """Metrics of each evaluation set after `step`: mean reward, pass@k. Without an unnamed set
+        eval/reward is the mean over the named ones; {} without a set."""
+        metrics: Metrics = {}
+        for name, prompts in self.evaluations.items():
+            there, sampling = len(prompts.prompts), sampling_of(self.config, name, step)
+            limit, n = min(self.config.training.eval_samples or there, there), sampling.n
+            own = list(cut(limit, self.ranks.world.size)[self.ranks.world.rank])
+            drawn = self._draw(prompts, own, sampling, own)
+            found = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
+            completions = self.ranks.shared("evaluation", found)
+            examples = [e for e in prompts.examples[:limit] for _ in range(n)]
+            rewards = self._rewards(examples, completions)
+            metrics |= evaluation_metrics(self.config, name, rewards.total)
+        if self.evaluations and "" not in self.evaluations:
+            keys = (f"eval/{name}/reward" for name in self.evaluations)
+            if each := [float(metrics[key]) for key in keys if key in metrics]:
+                metrics["eval/reward"] = fmean(each)
+        return metrics
 
     def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
         """The place in the training set of each sample's prompt, and the samples."""
@@ -187,8 +214,39 @@ class GRPOTrainer:
         except ValueError as error:
             raise RewardError(str(error)) from error.__cause__
 
+    def _drawn(self, step: int) -> tuple[tuple[Any, ...], Metrics]:
+        """What `_experience` takes of a step, and how dynamic sampling found it."""
+        dynamic, first = self.config.algorithm.dynamic_sampling, step + self.extra_rounds
+
+        def draw(round: int) -> Drawn:
+            with self._timed("rollout"):
+                index, completions = self._roll_out(first + round)
+            rewards = self._rewards([self.train.examples[i] for i in index], completions)
+            return Drawn(index, completions, rewards, self._shaped(completions, rewards))
+
+        if dynamic is None:
+            with self._timed("rollout"):
+                return self._roll_out(step), {}
+        size, n = self.config.rollout.prompts_per_step, self._sampling.n
+        drawn, rounds, found = fill_batch(draw, size, n, dynamic.max_rounds)
+        self.extra_rounds += rounds - 1
+        return drawn, found
+
+    def _shaped(self, completions: Sequence[Completion], rewards: Rewards) -> Tensor:
+        """[S] fp64, the rewards with what length costs."""
+        shaped, algorithm = torch.tensor(rewards.total, dtype=torch.float64), self.config.algorithm
+        if algorithm.overlong != "penalty":
+            return shaped
+        lengths, longest = [len(c.token_ids) for c in completions], self._sampling.max_tokens
+        return shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
+
     def _experience(
-        self, step: int, index: list[int], completions: list[Completion]
+        self,
+        step: int,
+        index: list[int],
+        completions: list[Completion],
+        rewards: Rewards | None = None,
+        shaped: Tensor | None = None,
     ) -> tuple[Metrics, Experience]:
         examples = [self.train.examples[i] for i in index]
         prompts = [self.train.prompts[i] for i in index]
@@ -202,29 +260,41 @@ class GRPOTrainer:
             routing=routing_of(completions),
         )
         metrics = self._told("the rollout", self.hook.on_rollout, experience)
-        rewards = self._rewards(examples, completions)
+        if rewards is None:
+            rewards = self._rewards(examples, completions)
+        if shaped is None:
+            shaped = self._shaped(completions, rewards)
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
-        algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        shaped, lengths = torch.tensor(rewards.total, dtype=torch.float64), experience.lengths
-        if algorithm.overlong == "penalty":
-            shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
-        elif algorithm.overlong in ("mask", "mask_counted"):
+        if self.config.algorithm.overlong in ("mask", "mask_counted"):
             experience.keep = overlong_mask([c.finish_reason for c in completions])
         metrics |= rollout_metrics(completions, rewards)
         if self.reference is not None:
-            everything = list(range(len(lengths)))
+            everything = list(range(len(completions)))
             experience.reference_logprobs = self._score(self.reference, experience, everything)
         return metrics | self._judge(experience, shaped), experience
 
     def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
         """Give each token its advantage, from the rewards [S] fp64 of the samples."""
-        kind, groups = self.config.algorithm.advantage, rewards.view(-1, self._sampling.n)
-        advantages = group_advantages(rewards, self._sampling.n, kind=kind)
-        each = per_token(advantages, experience.lengths)
-        experience.advantages = each.split(experience.lengths)
-        equal = (groups == groups[:, :1]).all(dim=1)
-        return {"reward/equal_group_fraction": float(equal.double().mean())}
+        algorithm, n = self.config.algorithm, self._sampling.n
+        if algorithm.advantage.startswith("reinforce"):
+            require_rewards(rewards, algorithm.advantage)
+        kl = experience.kl() if algorithm.kl_in_reward else None
+        experience.advantages = token_advantages(
+            algorithm.advantage,
+            rewards,
+            n,
+            experience.lengths,
+            kl=kl,
+            coefficient=algorithm.kl_coefficient,
+        )
+        # Without groups equal rewards of all samples are what teaches nothing.
+        size = len(rewards) if algorithm.advantage == "reinforce_plus_plus" else n
+        equal = equal_groups(rewards, size)
+        metrics: Metrics = {"reward/equal_group_fraction": float(equal.double().mean())}
+        if kl is not None:
+            metrics["reward/kl"] = fmean(sum(part) for part in kl)
+        return metrics
 
     def _learn(self, experience: Experience) -> Metrics:
         metrics: Metrics = {}
@@ -321,7 +391,7 @@ class GRPOTrainer:
         counted = [i for i in part if not leaves or keep is None or keep[i]]
         return token_weights(
             [experience.lengths[i] for i in group],
-            self.config.algorithm.loss,
+            self._form.weights,
             num_sequences_global=len(part),
             max_tokens=self._sampling.max_tokens,
             total_tokens=sum(experience.lengths[i] for i in counted),
@@ -397,71 +467,3 @@ class GRPOTrainer:
         started = finished_seconds(self.model.device)
         yield
         self._times[name] += finished_seconds(self.model.device) - started
-
-
-def backward_passes(
-    ranks: Strategy,
-    part: list[int],
-    loss: Callable[[list[int]], L],
-    keep: Callable[[list[int], L], None] = lambda group, output: None,
-) -> Backward:
-    """The backward passes of the optimizer step over `part`; `keep` is given what is found."""
-
-    def backward(batch: range, is_filler: bool) -> None:
-        group = [part[i] for i in batch]
-        output = loss(group)
-        ranks.backward(output.loss * 0.0 if is_filler else output.loss)
-        if not is_filler:
-            keep(group, output)
-
-    return backward
-
-
-def in_groups(
-    samples: Sequence[int], size: int, compute: Callable[[list[int]], Sequence[Tensor]]
-) -> dict[int, Tensor]:
-    """What `compute` gives of each of the samples, which it takes in groups of at most `size`."""
-    found: dict[int, Tensor] = {}
-    for start in range(0, len(samples), size):
-        group = list(samples[start : start + size])
-        found.update(zip(group, compute(group), strict=True))
-    return found
-
-
-ENGINE_METRICS = (
-    *("prefill_tokens_per_second", "decode_tokens_per_second", "mean_seconds_to_first_token"),
-    *("host_seconds_per_step", "peak_kv_share", "prefix_hit_tokens", "preemptions"),
-    "acceptance_rate",
-)
-"""Fields of the engine's statistics that are logged with a step."""
-
-
-def engine_of(config: RunConfig, model: Any, tokenizer: Any) -> RolloutEngine:
-    """The rollout engine around a patched model, with room for a step of the recipe."""
-    rollout = config.rollout
-    block_size, num_blocks, max_num_seqs, tokens_per_sequence = _cache_settings(config)
-    return RolloutEngine(
-        model,
-        eos_token_id=eos_token_ids(model, tokenizer),
-        kv_block_size=block_size,
-        num_kv_blocks=num_blocks,
-        max_batch_tokens=rollout.max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=rollout.prefill_chunk_size,
-        enable_prefix_sharing=rollout.prefix_sharing,
-        tokens_per_sequence=tokens_per_sequence,
-        cuda_graphs=rollout.cuda_graphs,
-    )
-
-
-def cache_bytes_of(config: RunConfig, model: Any) -> int:
-    """Bytes of the KV cache of the engine that `engine_of` would make now."""
-    return math.prod(cache_shape(model, *_cache_settings(config))) * model.dtype.itemsize
-
-
-def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
-    """Settings of the cache, as `cache_shape` takes them."""
-    rollout, sampling = config.rollout, config.sampling
-    most = min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n)
-    longest = config.data.max_prompt_tokens + sampling.max_tokens
-    return rollout.kv_block_size, rollout.num_kv_blocks, most, longest

@@ -26,9 +26,11 @@ from rl_consistency.trainers.advantages import (
 )
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.experience import Experience
-from rl_consistency.trainers.algorithms.grpo import GRPOTrainer, backward_passes, in_groups
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
+from rl_consistency.trainers.algorithms.passes import backward_passes, in_groups
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
+from rl_consistency.trainers.rewards import require_rewards
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""
@@ -46,7 +48,6 @@ class PPOTrainer(GRPOTrainer):
         super().__post_init__()
         assert self.config.algorithm.of_ppo is not None
         self._ppo = self.config.algorithm.of_ppo
-        self._loss_settings["kl_coefficient"] = 0.0  # in the reward
 
     def step(self, step: int) -> Metrics:
         metrics = super().step(step)
@@ -59,10 +60,8 @@ class PPOTrainer(GRPOTrainer):
             values = self._values(experience, self._own, self._micro_batch_size, self._layout)
         again = partial(self._values, experience, self._own[::-1], CHECK_SIZE, "left_padded")
         metrics = self._told("the values", self.hook.on_values, values, again)
-        kl = [[0.0] * length for length in experience.lengths]
-        if (reference := experience.reference_logprobs) is not None:
-            pairs = zip(experience.logprobs, reference, strict=True)
-            kl = [(a.double() - b.cpu().double()).tolist() for a, b in pairs]
+        kl = experience.kl() or [[0.0] * length for length in experience.lengths]
+        require_rewards(rewards, "PPO")
         coefficient = self.config.algorithm.kl_coefficient
         given = [part.tolist() for part in values]
         factors = {"gamma": self._ppo.gamma, "gae_lambda": self._ppo.gae_lambda}

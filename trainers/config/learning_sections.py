@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, PlainSerializer, field_validator
+from pydantic import BeforeValidator, PlainSerializer, field_validator, model_validator
 
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.advantages import AdvantageKind
@@ -14,18 +14,18 @@ from rl_consistency.trainers.config.sections import (
     BelowOne,
     Count,
     CountOrZero,
+    Float,
     Positive,
     PositiveOrZero,
     RecipeSection,
     Share,
     nearest_key,
 )
-from rl_consistency.trainers.losses import WeightKind
+from rl_consistency.trainers.losses import LOSSES, LossKind
 
-_NO_KEYS = ("seed", "stop", "greedy_logprobs")
+_NO_KEYS = ("seed", "greedy_logprobs")
 SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NO_KEYS)
-"""Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings and
-draws no greedy samples to learn from."""
+"""Keys of rollout.sampling. The seed is run.seed, and no greedy samples are drawn to learn from."""
 
 
 def _sampling(value: Any) -> Any:
@@ -49,6 +49,19 @@ def _sampling(value: Any) -> Any:
     return SamplingParams(**value)
 
 
+def _eval_sampling(value: Any) -> Any:
+    """What differs from rollout.sampling, each value checked by SamplingParams."""
+    if not isinstance(value, dict):
+        return value
+    for key, given in value.items():
+        if key not in SAMPLING_KEYS:
+            raise ValueError(f"unknown key {key}; {nearest_key(str(key), SAMPLING_KEYS)}")
+        SamplingParams(**{key: given})
+    if value.get("n", 1) > 1 and value.get("temperature") == 0:
+        raise ValueError("n greedy completions are equal: leave out n, or raise the temperature")
+    return value
+
+
 class RolloutSection(RecipeSection):
     """How completions are sampled."""
 
@@ -57,7 +70,13 @@ class RolloutSection(RecipeSection):
     sampling: Annotated[
         SamplingParams,
         BeforeValidator(_sampling),
-        PlainSerializer(lambda params: {key: getattr(params, key) for key in SAMPLING_KEYS}),
+        PlainSerializer(
+            lambda params: {
+                key: getattr(params, key)
+                for key in SAMPLING_KEYS
+                if key != "stop" or params.stop  # which runs of before do not name
+            }
+        ),
     ]
     """The fields of `SamplingParams`, in GRPO with n at least 2; training scores with the same
     object."""
@@ -104,25 +123,60 @@ class PPOSection(RecipeSection):
     """Learning rate of the critic; null = the policy's. Its optimizer shares the other settings."""
 
 
+class DynamicSamplingSection(RecipeSection):
+    """Groups whose rewards are all equal are drawn again, from further prompts (DAPO)."""
+
+    max_rounds: Count = 10
+    """Most rollout batches drawn for a step. What is missing after the last is filled up with
+    groups that were left out, whose advantages are 0; verl ends the run there."""
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"advantage": "dr_grpo", "loss": "dr_grpo"},
+    "dapo": {"loss": "dapo", "clip_high": 0.28, "dynamic_sampling": {}},
+    "gspo": {"loss": "gspo"},
+    "cispo": {"loss": "cispo"},
+    "rloo": {"advantage": "rloo", "loss": "dr_grpo", "use_kl_in_reward": True},
+    "reinforce_plus_plus": {
+        **{"advantage": "reinforce_plus_plus", "loss": "dapo", "use_kl_in_reward": True}
+    },
+    "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "loss": "dapo"},
+}
+"""What stands for a name in `algorithm.name` that is none of a trainer: grpo, with these keys."""
+
+
 class AlgorithmSection(RecipeSection):
     """What is optimised."""
 
     name: Literal["grpo", "ppo"] = "grpo"
-    """grpo: rewards are compared within a group; ppo: a critic says what reward was expected."""
+    """grpo: rewards are compared within a group; ppo: a critic says what reward was expected.
+    dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus and reinforce_plus_plus_baseline stand for
+    grpo with the keys that the table above gives."""
     ppo: PPOSection | None = None
     """Settings of name: ppo; null = their defaults."""
     advantage: AdvantageKind = "grpo"
-    """grpo: centred by group mean, scaled by group deviation; dr_grpo: centred only. Not in PPO."""
-    loss: WeightKind = "grpo"
-    """grpo: mean over sequences of token means; dr_grpo: constant length; dapo: token mean."""
-    clip_low: BelowOne = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
+    """grpo: centred by group mean, scaled by group deviation; dr_grpo: centred only; rloo: against
+    the mean of the others of the group; reinforce_plus_plus: rewards to go, normalised over the
+    tokens of the rollout; reinforce_plus_plus_baseline: centred by group mean, then so normalised.
+    Not in PPO."""
+    loss: LossKind = "grpo"
+    """grpo: mean over sequences of token means; dr_grpo: constant length; dapo: token mean; gspo:
+    as grpo, with the ratio of the sequence; cispo: token mean of logprobs, weighted by clipped
+    ratios."""
+    clip_low: Share = 0.2
+    """The importance ratio is clipped below at 1 - clip_low; in gspo 0.0003 by default, in cispo 1,
+    which is no bound."""
     clip_high: PositiveOrZero = 0.2
     """The importance ratio is clipped above at 1 + clip_high; larger than clip_low is DAPO's
-    clip-higher."""
+    clip-higher. In gspo 0.0004 by default, in cispo 4, which is epsilon_high 5 in TRL."""
     kl_coefficient: PositiveOrZero = 0.0
-    """Weight of the KL to the initial policy: in GRPO of its k3 estimate in the loss, in PPO of the
-    log-ratio taken from each token's reward; 0 keeps no reference model."""
+    """Weight of the KL to the initial policy: of its k3 estimate in the loss, or of the log-ratio
+    in the reward; 0 keeps no reference model."""
+    use_kl_in_reward: bool = False
+    """Take the KL from the reward, of each token in reinforce_plus_plus and of each completion in
+    other advantages, and not into the loss. PPO always takes it from each token's reward."""
+    dynamic_sampling: DynamicSamplingSection | None = None
+    """Draw further prompts until no group of the step has equal rewards; null = never."""
     entropy_coefficient: PositiveOrZero = 0.0
     """Weight of the entropy bonus."""
     balance_coefficient: PositiveOrZero = 0.0
@@ -142,6 +196,25 @@ class AlgorithmSection(RecipeSection):
     overlong_buffer: CountOrZero = 0
     """Tokens before max_tokens over which the penalty grows; only with overlong: penalty."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """Write out a name that stands for other keys, and the clip of the loss."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("name")
+        named = NAMED.get(name, {}) if isinstance(name, str) else {}
+        for key in ("advantage", "loss"):
+            if key in named and given.get(key, named[key]) != named[key]:
+                remedy = f"set {key} to {named[key]} too, or leave the name out"
+                stands = f"name {name} stands for {key}: {named[key]}"
+                raise ValueError(f"{stands}, but {key} is {given[key]}: {remedy}")
+        given = {**named, **given, **({"name": "grpo"} if named else {})}
+        loss = given.get("loss")
+        if form := LOSSES.get(loss) if isinstance(loss, str) else None:  # pyright: ignore[reportArgumentType]
+            given = {"clip_low": form.clip_low, "clip_high": form.clip_high, **given}
+        return given
+
     @field_validator("balance_over")
     @classmethod
     def _is_a_sum(cls, value: str) -> str:
@@ -151,14 +224,41 @@ class AlgorithmSection(RecipeSection):
         return value
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL is part of the reward, and not of the loss."""
+        return self.use_kl_in_reward or self.name == "ppo"
+
+    @property
     def of_ppo(self) -> PPOSection | None:
         """The settings of PPO; None for another algorithm."""
         return (self.ppo or PPOSection()) if self.name == "ppo" else None
 
 
-class OptimizerSection(RecipeSection):
-    """AdamW and its learning-rate schedule."""
+class MuonSection(RecipeSection):
+    """What Muon has and AdamW has not."""
 
+    momentum: BelowOne = 0.95
+    """Decay rate of the momentum, which is Nesterov's."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """How a matrix's rate follows from learning_rate and its shape, as in torch.optim.Muon:
+    match_rms_adamw takes rates and decay of AdamW, original those of Muon's author."""
+    adamw_learning_rate: Positive | None = None
+    """Peak rate of what AdamW updates; null = learning_rate."""
+
+
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+
+
+class OptimizerSection(RecipeSection):
+    """The optimizer and its learning-rate schedule."""
+
+    name: OptimizerName = "adamw"
+    """adamw: torch's; adamw_8bit: that of bitsandbytes, whose moments are 8-bit in blocks of 256;
+    muon: torch's, for the matrices of the layers, and AdamW for embeddings, LM head, norms and
+    biases. The last two need whole tensors: strategy replicated."""
+    muon: MuonSection | None = None
+    """Settings of name: muon; null = their defaults."""
     learning_rate: Positive
     """Peak learning rate."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
@@ -171,10 +271,36 @@ class OptimizerSection(RecipeSection):
     """Whether norms' weights and biases decay too; transformers' Trainer and TRL leave them out."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; null = no clipping."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
+    schedule: Schedule = "constant"
+    """Shape of the learning rate after the warm-up, as transformers names it; linear and cosine
+    end at min_lr, else at 0. constant_with_warmup is constant; cosine_with_min_lr needs a min_lr.
+    """
+    min_lr: Positive | None = None
+    """Where linear and cosine end; null = at min_lr_ratio."""
+    min_lr_ratio: BelowOne = 0.0
+    """The same as a share of learning_rate, of each rate where there are several."""
     warmup_steps: CountOrZero = 0
     """Optimizer steps over which the learning rate rises from 0."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> OptimizerSection:
+        bounded = self.min_lr is not None or self.min_lr_ratio > 0
+        if self.muon is not None and self.name != "muon":
+            raise ValueError(f"muon: has no meaning with name: {self.name}; leave it out")
+        if self.min_lr is not None and self.min_lr_ratio:
+            raise ValueError("min_lr and min_lr_ratio: give one")
+        if self.min_lr is not None and self.min_lr >= self.learning_rate:
+            raise ValueError(f"min_lr {self.min_lr} must be below learning_rate")
+        if bounded and self.schedule in ("constant", "constant_with_warmup"):
+            raise ValueError(f"min_lr: schedule {self.schedule} has no end; use cosine or linear")
+        if self.schedule == "cosine_with_min_lr" and not bounded:
+            raise ValueError("schedule cosine_with_min_lr needs min_lr or min_lr_ratio")
+        return self
+
+    @property
+    def ends_at(self) -> float:
+        """Share of the peak at which a schedule that ends does so."""
+        return self.min_lr / self.learning_rate if self.min_lr else self.min_lr_ratio
 
 
 StrategyName = Literal["replicated", "fsdp2", "zero1", "zero2", "zero3"]
@@ -199,7 +325,17 @@ class TrainingSection(RecipeSection):
     eval_every: CountOrZero = 0
     """Evaluate every this many steps; 0 = never."""
     eval_samples: Count | None = None
-    """Evaluation examples used, one greedy completion each; null = all."""
+    """Evaluation examples used of each set; null = all. How many completions each gets says
+    eval_sampling.n."""
+    eval_sampling: Annotated[dict[str, Any], BeforeValidator(_eval_sampling)] | None = None
+    """Keys of rollout.sampling that are others in an evaluation: n, temperature, max_tokens, ...
+    Without n there is one completion; one completion is greedy unless temperature is given. null =
+    one greedy completion of each example."""
+    eval_pass_at: tuple[Count, ...] | None = None
+    """The k of the metrics eval/pass_at_k: the chance that one of k completions is correct, without
+    bias from n completions (arXiv 2107.03374); null = 1, 2, 4, ... and n where n is above 1."""
+    eval_pass_reward: Float = 1.0
+    """A completion is correct where its reward is at least this."""
     save_every: CountOrZero | None = 0
     """Write a checkpoint every this many steps; 0 = only at the end, null = none. Both write one
     where a signal, failing rewards or, in one process, drift end the run, and 0 after a warm start;

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +19,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
 from rl_consistency.trainers.config.learning_sections import (
     SAMPLING_KEYS,
     AlgorithmSection,
@@ -26,12 +29,11 @@ from rl_consistency.trainers.config.learning_sections import (
     TrainingSection,
     WarmStartSection,
 )
+from rl_consistency.trainers.config.mistakes import OTHER_NAMES, every_error
 from rl_consistency.trainers.config.sections import (
     ConsistencySection,
-    DataSection,
     PolicySection,
     RecipeSection,
-    RewardSection,
     RunSection,
     TokenizerSection,
     TrackingSection,
@@ -44,13 +46,14 @@ from rl_consistency.trainers.config.strict_yaml import (
     read,
 )
 from rl_consistency.trainers.data.foreign_files import shown
+from rl_consistency.trainers.reward_files import FILE
 
-MOVED = {
-    "rollout.samples_per_prompt": "rollout.sampling.n",
-    "rollout.max_new_tokens": "rollout.sampling.max_tokens",
-    **{f"rollout.{key}": f"rollout.sampling.{key}" for key in SAMPLING_KEYS},
-}
-"""Keys that belong to rollout.sampling, for the error message."""
+GSPO_WIDEST = 0.1
+"""Widest clip of gspo that is no mistake; that of its paper is 0.0004."""
+
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+"""Recipes that come with the package."""
 
 
 class ConfigError(ValueError):
@@ -91,6 +94,28 @@ class RunConfig(RecipeSection):
         return replace(self.rollout.sampling, seed=self.run.seed)
 
     @property
+    def eval_sampling(self) -> SamplingParams:
+        """How evaluation samples: as rollouts do but for training.eval_sampling, or greedily."""
+        given = {"n": 1} | (self.training.eval_sampling or {})
+        greedy = {"temperature": 0.0} if given["n"] == 1 else {}
+        return replace(self.sampling, **greedy | given)
+
+    @property
+    def pass_at(self) -> tuple[int, ...]:
+        """The k of the metrics pass@k."""
+        if (given := self.training.eval_pass_at) is not None:
+            return given
+        n = self.eval_sampling.n
+        powers = (2**i for i in range(n.bit_length()))
+        return tuple(dict.fromkeys((*powers, n))) if n > 1 else ()
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+        longest = max(self.sampling.max_tokens, self.eval_sampling.max_tokens)
+        return self.data.max_prompt_tokens + longest
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
         updates = self.algorithm.updates_per_rollout * self.algorithm.epochs_per_rollout
@@ -107,11 +132,11 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
     data, rollout, algorithm = config.data, config.rollout, config.algorithm
     consistency, sampling, build = config.consistency, config.sampling, config.policy.build
-    longest = data.max_prompt_tokens + sampling.max_tokens
-    needs = (
-        f"data.max_prompt_tokens {data.max_prompt_tokens} + rollout.sampling.max_tokens "
-        f"{sampling.max_tokens} = {longest} tokens"
-    )
+    longest, evaluated = config.longest_sequence, config.eval_sampling
+    most, of_most = sampling.max_tokens, "rollout.sampling.max_tokens"
+    if evaluated.max_tokens > most:
+        most, of_most = evaluated.max_tokens, "training.eval_sampling.max_tokens"
+    needs = f"data.max_prompt_tokens {data.max_prompt_tokens} + {of_most} {most} = {longest} tokens"
     blocks, size = rollout.num_kv_blocks, rollout.kv_block_size
     if build is not None and longest > (positions := build.max_position_embeddings):
         yield f"policy.build.max_position_embeddings: {positions} positions are fewer than {needs}"
@@ -155,8 +180,22 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
             "(algorithm.updates_per_rollout x epochs_per_rollout): after the first a sampled token "
             "may be outside the support, with ratio 0. Sample without, or take one update"
         )
-    if algorithm.name == "grpo" and sampling.n < 2:
+    grouped = algorithm.advantage != "reinforce_plus_plus" or algorithm.dynamic_sampling
+    if algorithm.name == "grpo" and grouped and sampling.n < 2:
         yield f"rollout.sampling: n must be at least 2, the group of an advantage, got {sampling.n}"
+    widest = max(algorithm.clip_low, algorithm.clip_high)
+    if algorithm.loss == "gspo" and widest > GSPO_WIDEST:
+        yield (
+            f"algorithm.clip_high: gspo clips the ratio of a sequence, a mean over its tokens: "
+            f"{widest} is a range of single tokens. Leave clip_low and clip_high out (0.0003 and "
+            f"0.0004), or give at most {GSPO_WIDEST}"
+        )
+    if algorithm.clip_low == 1 and algorithm.loss != "cispo":
+        yield f"algorithm.clip_low: must be below 1 with loss {algorithm.loss}"
+    if algorithm.name == "ppo" and algorithm.loss == "gspo":
+        yield "algorithm.loss: gspo needs one advantage a sequence, ppo has one a token: use grpo"
+    if algorithm.name == "ppo" and algorithm.dynamic_sampling:
+        yield "algorithm.dynamic_sampling: compares groups, which ppo has not; leave it out"
     if algorithm.name != "ppo" and algorithm.ppo is not None:
         yield f"algorithm.ppo: has no meaning with name: {algorithm.name}; leave it out"
     if algorithm.name == "ppo" and algorithm.advantage != "grpo":
@@ -165,9 +204,13 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
         yield f"consistency.value_check_every: {algorithm.name} has no values; set it to 0"
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
         yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
-    evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
-    if config.training.eval_every and not evaluable:
+    if config.training.eval_every and not data.is_evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
+    if too_large := [k for k in config.pass_at if k > evaluated.n]:
+        found = f"{too_large[0]} is more than the {evaluated.n} completions of an example"
+        yield f"training.eval_pass_at: {found}: raise training.eval_sampling.n"
+    if data.answer_field is None and (warm := config.warm_start.steps):
+        yield f"warm_start.steps: {warm} steps imitate answers, and data.answer_field is null"
     if consistency.strict_except and consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
     order, stock = consistency.gradient_leaves, consistency.strict is False
@@ -201,6 +244,9 @@ def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str
     if config.algorithm.name == "ppo" and strategy != "replicated":
         remedy = "use replicated, with any number of processes, or algorithm.name grpo"
         yield f"training.strategy: {strategy} shards no critic, which ppo needs: {remedy}"
+    if config.optimizer.name != "adamw" and strategy != "replicated":
+        problem = f"{config.optimizer.name} needs whole tensors, and {strategy} keeps parts of them"
+        yield f"optimizer.name: {problem}: use adamw, or training.strategy replicated"
     if strategy == "zero1" and config.policy.dtype == "bfloat16":
         problem = "zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed"
         yield f"training.strategy: {problem}: use zero2"
@@ -223,21 +269,62 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with all problems, each by dotted path, unknown keys with the nearest name.
     """
     path = Path(path)
+    tree = recipe_tree(path)
+    try:
+        apply_overrides(tree, overrides)
+    except RecipeSyntaxError as error:
+        raise ConfigError(str(error)) from error
+    return checked(tree, str(path), path.parent)
+
+
+def recipe_tree(path: Path) -> dict[str, Any]:
+    """The sections of a recipe's file as they stand there; ConfigError where it is none."""
     try:
         tree = read(path)
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
-        apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections, got {shown(tree):.60}")
+    return tree
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
+        return path
+    files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
+    shipped = {file.stem: file for file in files}
+    if name not in shipped:
+        names = ", ".join(shipped) or "none"
+        raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
+    return shipped[name]
+
+
+def checked(tree: Any, source: str, folder: Path) -> RunConfig:
+    """The config of a recipe's tree; errors name `source`. Reward functions in files are looked for
+    in `folder` where the recipe names no other."""
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = _problems(error)
+        items, rest = every_error(RunConfig, tree, error)
+        problems = _problems(items)
+        with suppress(ValidationError, KeyError):
+            problems += missing_inputs(
+                PolicySection.model_validate(rest["policy"]),
+                DataSection.model_validate(rest["data"]),
+                RewardSection.model_validate(rest["reward"]),
+            )
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{path}: {count}\n" + "\n".join(f"  {p}" for p in problems)) from error
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{source}: {count}\n{listed}") from error
+    reward = config.reward
+    if reward.folder is None and any(FILE.fullmatch(term.key) for term in reward.functions):
+        placed = reward.model_copy(update={"folder": folder.expanduser().absolute()})
+        config = config.model_copy(update={"reward": placed})
+    return config
 
 
 def dump_config(config: RunConfig) -> str:
@@ -245,9 +332,30 @@ def dump_config(config: RunConfig) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _problems(error: ValidationError) -> list[str]:
+def missing_inputs(policy: PolicySection, data: DataSection, reward: RewardSection) -> list[str]:
+    """The directories and files that sections name and that are not there, each by its key."""
+    named: dict[str, Any] = {"policy.path": policy.path, "data.path": data.path}
+    named |= {f"data.sources.{i}.path": source.path for i, source in enumerate(data.sources or ())}
+    named["data.eval_path"] = data.eval_path
+    named |= {f"data.eval_sets.{name}.path": one.path for name, one in data.eval_sets.items()}
+    named |= {f"reward.functions.{i}.model": f.model for i, f in enumerate(reward.functions)}
+    return [
+        f"{key}: there is no {path}"
+        for key, path in named.items()
+        if isinstance(path, Path) and not path.exists()
+    ]
+
+
+def require_inputs(config: RunConfig) -> None:
+    """ConfigError where several inputs are missing; of one its reader says more."""
+    if len(problems := missing_inputs(config.policy, config.data, config.reward)) > 1:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} inputs of the recipe are missing\n{listed}")
+
+
+def _problems(items: Sequence[Any]) -> list[str]:
     problems: list[str] = []
-    for item in error.errors(include_url=False):
+    for item in items:
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "default_factory_not_called":
             continue  # says only that another problem left run.output_dir without its default
@@ -266,11 +374,21 @@ def _problems(error: ValidationError) -> list[str]:
 def _hint(location: tuple[int | str, ...]) -> str:
     """What the unknown key at `location` may have been meant to be."""
     *section, key = (part for part in location if isinstance(part, str))
-    if moved := MOVED.get(".".join([*section, key])):
-        return f"give {moved}"
-    known = [path.split(".") for path in _all_paths(RunConfig)]
-    siblings = [path[-1] for path in known if path[:-1] == section]
-    return nearest_key(key, siblings, [".".join(path) for path in known if path[-1] == key])
+    siblings, by_name = list[str](), dict[str, list[str]]()
+    for path in all_paths():
+        *above, name = path.split(".")
+        by_name.setdefault(name, []).append(path)
+        if above in (section, section[:-1] if section[:2] == ["data", "eval_sets"] else section):
+            siblings.append(name)
+    if (other := OTHER_NAMES.get(key)) and key not in by_name:
+        return f"did you mean {other}?"
+    near = [] if key in by_name else get_close_matches(key, by_name, n=1, cutoff=0.8)
+    return nearest_key(key, siblings, by_name.get(near[0] if near else key, ()))
+
+
+def all_paths() -> list[str]:
+    """Every section and key of a recipe, dotted."""
+    return [*_all_paths(RunConfig), *(f"rollout.sampling.{key}" for key in SAMPLING_KEYS)]
 
 
 def _all_paths(model: type[BaseModel]) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """What sections of a recipe are built from, and those that say what a run is and reads.
 
-They are `run`, `consistency`, `tracking`, `policy`, `tokenizer`, `data` and `reward`.
+They are `run`, `consistency`, `tracking`, `policy` and `tokenizer`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
@@ -25,7 +26,6 @@ from pydantic import (
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.numerics.strict import OPS, Strictness, current, strict
 from rl_consistency.parity.foreign_drift import Trainer
-from rl_consistency.trainers.data.examples import OverlongPrompts
 
 LARGEST = 1e30
 """The largest number of a recipe: torch computes with it, and some multiples of it, in float32."""
@@ -65,6 +65,20 @@ def _local(value: Any, to_path: Callable[[Any], Path]) -> Path:
     return absolute
 
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".safetensors", ".gguf")
+
+
+def _source(value: Any) -> Any:
+    """A path, absolute; the name of something on the hub, as it is, where no such path exists."""
+    of_hub = isinstance(value, str) and _HUB_ID.fullmatch(value) is not None
+    if of_hub and not (Path(value).exists() or Path(value).suffix in _OF_FILES):
+        return value
+    if not isinstance(value, str | Path):
+        raise ValueError(f"a path or the name of a repository is needed, got {value!r:.60}")
+    return _local(value, Path)
+
+
 Int = Annotated[int, BeforeValidator(_not_bool), Field(ge=-(2**63), lt=2**63)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_computable)]
 Count = Annotated[Int, Field(ge=1)]
@@ -75,11 +89,14 @@ BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Path, WrapValidator(_local)]
+Source = Annotated[Path | str, BeforeValidator(_source)]
+"""A path, or text: the name of a repository of the hub, `owner/name` or `owner/name@revision`."""
 
 
 def nearest_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
-    """What an unknown key may have been meant to be."""
-    if near := get_close_matches(key, known, n=1) or elsewhere:
+    """What an unknown key may have been meant to be, of the keys here and `elsewhere`."""
+    near = get_close_matches(key, known, n=1, cutoff=0.8) or elsewhere
+    if near := near or get_close_matches(key, known, n=1):
         return f"did you mean {near[0]}?"
     return f"the keys here are {', '.join(known)}"
 
@@ -148,13 +165,17 @@ class ConsistencySection(RecipeSection):
     stock sum: rollout still equals training, but the weights depend on their number."""
     gradient_check_every: CountOrZero = 0
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
-    gradient_check_sequences: Count | None = None
+    gradient_check_sequences: Count | None = 8
     """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
     value_check_every: CountOrZero = 0
     """Recompute the critic's values under another grouping every this many steps; 0 = never. Only
     in PPO."""
     shadow_every: CountOrZero = 0
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
+    shadow_budget: Count | None = 256
+    """Most tokens that the stock path decodes one after another in a step, 64 completions at a
+    time: as many batches of the step's first completions as that allows, of longer completions the
+    beginning; null = all, which takes minutes."""
     on_drift: Literal["raise", "warn", "record"] = "raise"
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""
@@ -175,6 +196,38 @@ class WandbSection(RecipeSection):
     """Name of the run there; null = run.name."""
     mode: Literal["offline", "online"] = "offline"
     """offline needs neither key nor network."""
+    entity: Name | None = None
+    """User or team that the run belongs to; null = wandb's own default."""
+    group: Name | None = None
+    """Group of the run, such as that of its seeds."""
+    tags: tuple[Name, ...] = ()
+    """Tags of the run."""
+
+
+def _on_or_off(value: Any) -> Any:
+    """true is a section of defaults, false none."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+class TensorBoardSection(RecipeSection):
+    """TensorBoard."""
+
+    dir: LocalPath | None = None
+    """Folder of runs, of which each has one of its name and id; null = tensorboard in the run's
+    directory."""
+
+
+class MLflowSection(RecipeSection):
+    """MLflow."""
+
+    experiment: Name = "rl_consistency"
+    """Experiment that the run belongs to; made where there is none."""
+    name: Name | None = None
+    """Name of the run there; null = run.name."""
+    tracking_uri: Name | None = None
+    """Where it is kept: a server, a folder or a database; null = MLflow's own default."""
+    tags: dict[str, str] = Field(default={})
+    """Tags of the run."""
 
 
 class TrackingSection(RecipeSection):
@@ -187,6 +240,10 @@ class TrackingSection(RecipeSection):
     worst by reward of the step's first prompt, then of its second, and so on; 0 = none."""
     wandb: WandbSection | None = None
     """Log to Weights & Biases; null = do not."""
+    tensorboard: Annotated[TensorBoardSection | None, BeforeValidator(_on_or_off)] = None
+    """Log to TensorBoard (`rl-consistency[tensorboard]`); true = with its defaults."""
+    mlflow: Annotated[MLflowSection | None, BeforeValidator(_on_or_off)] = None
+    """Log to MLflow (`rl-consistency[mlflow]`); true = with its defaults."""
     metrics_of: tuple[Trainer, ...] = ()
     """Trainers whose drift metrics are logged too, by their own names and definitions."""
 
@@ -259,10 +316,12 @@ class BuildSection(RecipeSection):
 class PolicySection(RecipeSection):
     """The model that is trained: exactly one of `path`, `hub` and `build`."""
 
-    path: LocalPath | None = None
-    """Local Hugging Face model directory (config.json, safetensors); nothing is downloaded."""
+    path: Source | None = None
+    """Hugging Face model directory (config.json, safetensors), from which nothing is downloaded;
+    or the name of a model of the hub, owner/name or owner/name@revision, where there is no such
+    directory. The commit is kept in manifest.json. Code of a model's author is never run."""
     hub: Name | None = None
-    """Model name on the Hugging Face hub; the only setting that may download anything."""
+    """A name of the hub, also where there is a directory of that name."""
     build: BuildSection | None = None
     """Sizes of a policy with fresh weights drawn from run.seed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -270,6 +329,11 @@ class PolicySection(RecipeSection):
     trained: per-token gradients underflow without a loss scale."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; changes memory and time, not bits."""
+
+    @property
+    def source(self) -> Path | str | None:
+        """The directory or the name on the hub; None for a policy that is built."""
+        return self.path or self.hub
 
     @model_validator(mode="after")
     def _one_source(self) -> PolicySection:
@@ -281,111 +345,4 @@ class TokenizerSection(RecipeSection):
     """How text becomes tokens."""
 
     kind: Literal["byte", "auto"]
-    """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path or policy.hub."""
-
-
-class ArithmeticSection(RecipeSection):
-    """The generated task: chained sums, answered with the running totals."""
-
-    name: Literal["arithmetic"]
-    """Which generated task."""
-    num_terms: Annotated[Int, Field(ge=2, le=64)] = 4
-    """Terms of each sum."""
-    max_value: Count = 9
-    """Each term is drawn from 1 to this."""
-    train_size: Count = 4096
-    """Number of training examples."""
-    eval_size: CountOrZero = 128
-    """Number of evaluation examples; their sums never occur in training."""
-    incomplete_targets: BelowOne = 0.0
-    """Share of the worked examples that stop too early in what the warm start imitates."""
-
-    @model_validator(mode="after")
-    def _enough_sums(self) -> ArithmeticSection:
-        if (sums := self.max_value**self.num_terms) < 64:
-            found = f"{self.num_terms} terms up to {self.max_value} make only {sums} sums"
-            raise ValueError(f"{found}, too few for two disjoint splits: raise one of them")
-        return self
-
-
-class DataSection(RecipeSection):
-    """The prompts: exactly one of `task` (generated) and `path` (JSONL)."""
-
-    task: ArithmeticSection | None = None
-    """A generated, verifiable task."""
-    path: LocalPath | None = None
-    """JSONL file, one training example per line."""
-    eval_path: LocalPath | None = None
-    """JSONL file of evaluation examples; only together with `path`."""
-    prompt_field: Name = "question"
-    """Field of a line that holds the prompt."""
-    answer_field: Name = "answer"
-    """Field of a line that holds the reference answer, which is also the warm start's target."""
-    prompt_template: str = "{prompt}"
-    """The text given to the model; `{prompt}` stands for the prompt field."""
-    chat_template: bool = False
-    """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
-    messages (objects with role and content), or of the text as one message of the user."""
-    add_special_tokens: bool = True
-    """Begin a prompt with the special tokens (BOS) that the tokenizer puts before a text, as TRL
-    does, unless the text has them itself. A chat template writes its own: it gets none."""
-    max_prompt_tokens: Count = 256
-    """Longest prompt in tokens, chat template and special tokens included."""
-    overlong_prompts: OverlongPrompts = "error"
-    """A prompt longer than that, or too long for the model's context with max_tokens: error names
-    the example; drop leaves it out; truncate keeps its last tokens. The number is printed and
-    logged."""
-    shuffle: bool = True
-    """Visit each epoch in a new order, a pure function of run.seed and the epoch."""
-    limit: Count | None = None
-    """Use only the first this many training examples; null = all."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
-        require_one(task=self.task, path=self.path)
-        if self.eval_path is not None and self.path is None:
-            raise ValueError("eval_path goes with path; a task generates its own evaluation set")
-        if "{prompt}" not in self.prompt_template:
-            raise ValueError("prompt_template must contain {prompt}")
-        return self
-
-
-RewardSignature = Literal["ours", "trl"]
-
-
-class RewardFunctionSection(RecipeSection):
-    """One term of the reward."""
-
-    name: Name
-    """exact_match, gsm8k, arithmetic, or package.module:function."""
-    weight: Float = 1.0
-    """Factor of this term in the sum."""
-    signature: RewardSignature = "ours"
-    """What the function is called with, all by name, beside the data's further fields. ours:
-    prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
-    them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
-    trainers do (no trainer_state, no None for a score)."""
-
-
-class RewardSection(RecipeSection):
-    """The reward of a completion: a weighted sum of functions."""
-
-    functions: tuple[RewardFunctionSection, ...]
-    """The terms, at least one, added in this order."""
-    skip_special_tokens: bool = True
-    """Leave special tokens (the end token, a model's <think>) out of the text of completions, which
-    reward functions and samples have; false keeps them."""
-    timeout: Positive | None = None
-    """Seconds that one call of a function may take, for all completions; null = any time."""
-    accept_changed: bool = False
-    """Whether --resume goes on where the files of reward functions have changed since."""
-
-    @model_validator(mode="after")
-    def _some_and_distinct(self) -> RewardSection:
-        if not (names := [function.name for function in self.functions]):
-            raise ValueError("functions must name at least one reward function")
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
-        if wrong := [f.name for f in self.functions if f.signature == "trl" and ":" not in f.name]:
-            raise ValueError(f"{wrong[0]} is built in, of signature ours: leave signature out")
-        return self
+    """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path."""

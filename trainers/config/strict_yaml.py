@@ -9,7 +9,7 @@ tree, and an override of one place must not change another.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,31 @@ def parse(text: str, source: str) -> Any:
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
+    problems: list[str] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         source, keys = f"--set {override:.60}", path.strip().split(".")
-        if not equals or not all(keys):
-            raise RecipeSyntaxError(f"{source}: expected section.key=value: training.steps=10, say")
-        _set(tree, keys, parse(text, source), source)
+        try:
+            if not equals or not all(keys):
+                problem = "expected section.key=value: training.steps=10, say"
+                raise RecipeSyntaxError(f"{source}: {problem}")
+            _set(tree, keys, parse(text, source), source)
+        except RecipeSyntaxError as error:
+            problems.append(str(error))
+    if problems:
+        raise RecipeSyntaxError("\n".join(problems))
+
+
+def merge(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Sets the value at `keys` in `tree`; of a mapping each of its keys, the others stay.
+
+    RecipeSyntaxError where a key leads into something that is no section.
+    """
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            merge(tree, [*keys, str(key)], inner)
+    else:
+        _set(tree, list(keys), value, f"{'.'.join(keys)}")
 
 
 def _set(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

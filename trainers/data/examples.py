@@ -1,19 +1,21 @@
-"""Examples, read or generated (arithmetic), and the order they are visited in.
+"""Examples, of rows or generated (arithmetic), and the order they are visited in.
 
-Reading drops nothing: a line that cannot be used is an error that names file and line. Which
+Reading drops nothing: a row that cannot be used is an error that names file and line. Which
 examples a step sees is a function of (seed, step), so a resumed run needs only the step index.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, count, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 
@@ -45,15 +47,13 @@ class Example:
     """Further fields, handed to reward functions by name."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The conversation that `prompt` is the chat template's text of, if there is one."""
-    source: Path | None = None
-    """The file whose line it is, if it was read from one."""
+    source: str | None = None
+    """Where it was read, such as "train.jsonl, line 3"."""
 
     @property
     def place(self) -> str:
         """Where it stands, for error messages."""
-        if self.source is None:
-            return f"example {self.id}"
-        return f"{self.source}, line {self.id + 1}"
+        return self.source or f"example {self.id}"
 
 
 def keyed_integer(*key: int | str) -> int:
@@ -62,74 +62,111 @@ def keyed_integer(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def read_jsonl(
-    path: str | Path,
-    *,
-    prompt_field: str = "question",
-    answer_field: str = "answer",
-    prompt_template: str = "{prompt}",
-    limit: int | None = None,
-    conversations: bool = False,
-) -> list[Example]:
-    """The examples of a JSONL file in the order of its lines, at most the first `limit`.
+Rows = Iterable[tuple[str, Mapping[str, Any]]]
+"""The rows of a data set, each with its place."""
 
-    With `conversations` a prompt may be a list of messages, each with a role and a content. Such an
-    example has no text yet.
 
-    Fields other than the two become `extra`. Raises DataError on what is no file or an empty one
-    and on a line that is blank, longer than 16 MiB, no JSON object (see `parse_json`), or lacks a
-    usable prompt or answer (text that is not blank; an integer is read as its decimal text).
+def read_jsonl(path: str | Path, *, limit: int | None = None, **fields: Any) -> list[Example]:
+    """`examples_of` the first `limit` lines of a JSONL file.
+
+    Raises DataError also on what is no file or an empty one, and on a line that is blank, longer
+    than 16 MiB, or no JSON object (see `parse_json`).
     """
-    path = Path(path)
-    examples = []
-    for index, line in enumerate(islice(_lines(path), limit)):
-        place = f"{path}, line {index + 1}"
-        if not line.strip():
-            raise DataError(f"{place}: blank; remove the line")
-        try:
-            record = parse_json_object(line)
-        except ValueError as error:
-            raise DataError(f"{place}: {error}") from error
-        messages = None
-        if isinstance(record.get(prompt_field), list):
-            messages = _messages(record[prompt_field], f"{place}: {prompt_field!r}")
-            if not conversations or prompt_template != "{prompt}":
-                remedy = "set data.chat_template to true, and leave out data.prompt_template"
-                raise DataError(f"{place}: {prompt_field!r} is a list of messages: {remedy}")
-        text = "" if messages else _text(record, prompt_field, place)
-        answer = _text(record, answer_field, place)
-        prompt = prompt_template.replace("{prompt}", text)
-        rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
-        texts = {"prompt": prompt, "answer": answer, "target": answer, "messages": messages}
-        extra = MappingProxyType(rest)
-        examples.append(Example(id=index, **texts, extra=extra, source=path))
+    examples = examples_of(jsonl_rows(Path(path), limit), **fields)
     if not examples:
         raise DataError(f"{path} is empty: it needs one JSON object per line")
     return examples
 
 
+def examples_of(
+    rows: Rows,
+    *,
+    prompt_field: str = "question",
+    answer_field: str | None = "answer",
+    prompt_template: str = "{prompt}",
+    conversations: bool = False,
+    first_id: int = 0,
+) -> list[Example]:
+    """The examples of some rows, in their order.
+
+    With `conversations` a prompt may be a list of messages, each with a role and a content. Such an
+    example has no text yet. Without `answer_field` answer and target are "".
+
+    Fields other than the two become `extra`. Raises DataError on a row that lacks a usable prompt
+    or answer: text that is not blank; a number is read as its decimal text.
+    """
+    examples = []
+    for index, (place, record) in enumerate(rows, start=first_id):
+        messages = None
+        if isinstance(given := _field(record, prompt_field), list):
+            messages = _messages(given, f"{place}: {prompt_field!r}")
+            if not conversations or prompt_template != "{prompt}":
+                remedy = "set data.chat_template to true, and leave out data.prompt_template"
+                raise DataError(f"{place}: {prompt_field!r} is a list of messages: {remedy}")
+        text = "" if messages else _text(record, prompt_field, place)
+        answer = _text(record, answer_field, place) if answer_field else ""
+        prompt = prompt_template.replace("{prompt}", text)
+        rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
+        texts = {"prompt": prompt, "answer": answer, "target": answer, "messages": messages}
+        extra = MappingProxyType(rest)
+        examples.append(Example(id=index, **texts, extra=extra, source=place))
+    return examples
+
+
+def jsonl_rows(path: Path, limit: int | None = None) -> Rows:
+    """The objects of a file of JSON lines; errors of `read_jsonl`."""
+    for index, line in enumerate(islice(_lines(path), limit)):
+        place = f"{path}, line {index + 1}"
+        if not line.strip():
+            raise DataError(f"{place}: blank; remove the line")
+        try:
+            yield place, parse_json_object(line)
+        except ValueError as error:
+            raise DataError(f"{place}: {error}") from error
+
+
 def _lines(path: Path) -> Iterator[bytes]:
+    with regular_file(path) as stream:
+        for number in count(1):
+            if not (line := stream.readline(LONGEST_LINE + 1)):
+                return
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE >> 20} MiB")
+            yield line.rstrip(b"\r\n")
+
+
+@contextmanager
+def regular_file(path: Path) -> Iterator[BinaryIO]:
+    """A data file, open; DataError where it cannot be read, in the block too."""
     try:
         if path.exists() and not path.is_file():
             raise DataError(f"cannot read the data file {path}: it is no regular file")
         with path.open("rb") as stream:
-            for number in count(1):
-                if not (line := stream.readline(LONGEST_LINE + 1)):
-                    return
-                if len(line) > LONGEST_LINE:
-                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE >> 20} MiB")
-                yield line.rstrip(b"\r\n")
+            yield stream
     except OSError as error:
         raise DataError(f"cannot read the data file {path}: {error.strerror or error}") from error
 
 
-def _text(record: dict[str, Any], name: str, place: str) -> str:
-    if name not in record:
+_ABSENT = object()
+
+
+def _field(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, or of one in an object by its dotted name; `_ABSENT` if it has none."""
+    if name in record:
+        return record[name]
+    first, dot, rest = name.partition(".")
+    inner = record.get(first)
+    return _field(inner, rest) if dot and isinstance(inner, Mapping) else _ABSENT
+
+
+def _text(record: Mapping[str, Any], name: str, place: str) -> str:
+    value = _field(record, name)
+    if value is _ABSENT:
         given = ", ".join(map(repr, record)) or "none"
         remedy = "name the fields with data.prompt_field and data.answer_field"
+        remedy += " (null: there are no answers)"
         raise DataError(f"{place}: no field {name!r}; the line has {given}: {remedy}")
-    value = record[name]
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
         raise DataError(f"{place}: {name!r} must be text, got {type(value).__name__}")
@@ -204,9 +241,11 @@ def problem(
     num_terms: int,
     max_value: int,
     incomplete_targets: float = 0.0,
+    spaces: bool = False,
 ) -> Example:
     """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`, such as
-    prompt "3+5+2+8=", target "8,10,18", answer "18". A pure function of (seed, split, index).
+    prompt "3+5+2+8=", target "8,10,18", answer "18"; with `spaces` prompt "3 + 5 + 2 + 8 =". A pure
+    function of (seed, split, index).
 
     With probability `incomplete_targets` the target stops before its last running total. A policy
     that imitates such targets does so too; reinforcement learning, which rewards the final sum,
@@ -225,6 +264,8 @@ def problem(
     incomplete = (drawn >> 11) < incomplete_targets * 2.0**53
     shown = totals[: 1 + drawn % (len(totals) - 1)] if incomplete and len(totals) > 1 else totals
     target = ",".join(map(str, shown))
+    if spaces:
+        prompt = " + ".join(map(str, terms)) + " ="
     return Example(id=index, prompt=prompt, answer=str(totals[-1]), target=target)
 
 
@@ -244,13 +285,60 @@ def epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
     return sorted(range(size), key=lambda i: (keyed_integer(seed, "order", epoch, i), i))
 
 
+Parts = tuple[tuple[int, float], ...]
+"""Number of examples and weight of each source of a mix, in the order of their examples."""
+
+
+def mix_counts(parts: Parts) -> list[int]:
+    """Draws of each source in an epoch, which has as many as there are examples: shares by weight,
+    rounded by largest remainder."""
+    size, whole = sum(count for count, _ in parts), sum(Fraction(w) for _, w in parts)
+    shares = [size * Fraction(weight) / whole for _, weight in parts]
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(parts)), key=lambda i: (counts[i] - shares[i], i))
+    for i in by_rest[: size - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+@lru_cache(maxsize=4)
+def mixed_order(seed: int, epoch: int, parts: Parts, shuffle: bool) -> Sequence[int]:
+    """The examples of an epoch of a mix, a pure function of its arguments; not to be changed.
+
+    A source goes on where its last epoch ended: it visits all of its examples, in an order of its
+    own, before one a second time. Without `shuffle` its examples keep their order and are spread
+    evenly.
+    """
+    counts = mix_counts(parts)
+    slots = sorted(
+        (keyed_integer(seed, "mix", epoch, part, i) if shuffle else (i + 0.5) / draws, part)
+        for part, draws in enumerate(counts)
+        for i in range(draws)
+    )
+    visits = [epoch * draws for draws in counts]
+    orders: dict[tuple[int, int], Sequence[int]] = {}
+    firsts = [0, *accumulate(size for size, _ in parts)]
+    chosen = []
+    for _, part in slots:
+        lap, place = divmod(visits[part], parts[part][0])
+        visits[part] += 1
+        if shuffle:
+            if (part, lap) not in orders:
+                own = keyed_integer(seed, "source", part)
+                orders[part, lap] = epoch_order(own, lap, parts[part][0])
+            place = orders[part, lap][place]
+        chosen.append(firsts[part] + place)
+    return chosen
+
+
 @dataclass(frozen=True)
 class DataOrder:
     """Which examples a step sees: draw number n is entry n mod size of epoch n // size.
 
-    Step s takes batch_size draws from s * batch_size on. Every epoch visits every example once, and
-    a batch may span two epochs. A draw number never repeats, so it identifies a prompt in a random
-    stream that must differ from epoch to epoch; the example's id would not.
+    Step s takes batch_size draws from s * batch_size on. Every epoch visits every example once, of
+    a mix as often as weights say, and a batch may span two epochs. A draw number never repeats, so
+    it identifies a prompt in a random stream that must differ from epoch to epoch; the example's id
+    would not.
     """
 
     size: int
@@ -258,6 +346,8 @@ class DataOrder:
     seed: int = 0
     shuffle: bool = True
     """False visits every epoch in the order of the data."""
+    parts: Parts = ()
+    """The sources of a mix, `size` examples together; () for examples without weights."""
 
     def draws(self, step: int) -> range:
         """The draw numbers of `step`, counted from 0."""
@@ -268,4 +358,6 @@ class DataOrder:
         return [self._order(n // self.size)[n % self.size] for n in self.draws(step)]
 
     def _order(self, epoch: int) -> Sequence[int]:
+        if self.parts:
+            return mixed_order(self.seed, epoch, self.parts, self.shuffle)
         return epoch_order(self.seed, epoch, self.size) if self.shuffle else range(self.size)

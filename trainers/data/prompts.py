@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
+from rl_consistency.trainers.config.data_sections import EvalSetSection
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import (
     LONGEST_LINE,
     DataError,
+    DataOrder,
     Example,
+    Parts,
+    Split,
     encode_prompt,
+    examples_of,
+    mix_counts,
     problems,
-    read_jsonl,
 )
 from rl_consistency.trainers.data.foreign_files import explained, shown
+from rl_consistency.trainers.data.sources import read_rows
 from rl_consistency.trainers.foreign_calls import TimeIsUp, memory_limit, time_limit
 
 
@@ -29,49 +36,75 @@ class PromptSet:
     prompts: Sequence[list[int]]
     overlong: int = 0
     """How many were longer than the limits and so dropped or truncated."""
+    parts: Parts = ()
+    """Number of examples and weight of each source, where they have weights."""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """Data set of the hub -> the commit that was read."""
+
+    def order(self, batch_size: int, seed: int, shuffle: bool = True) -> DataOrder:
+        """Which of the examples a step sees."""
+        return DataOrder(len(self.prompts), batch_size, seed, shuffle, self.parts)
 
 
 def load_prompts(
     config: RunConfig, tokenizer: Any, *, context_length: int, vocab_size: int
-) -> tuple[PromptSet, PromptSet | None]:
-    """The prompts to train on and those of the evaluation set, if any; DataError on bad data."""
-    train, evaluation = _examples(config)
+) -> tuple[PromptSet, dict[str, PromptSet]]:
+    """The prompts to train on and those of the evaluation sets by name; DataError on bad data."""
+    train, evaluations = _read(config), _read_evaluations(config)
     if config.data.chat_template:
         require_template(tokenizer)
-        train, evaluation = (all_templated(examples, tokenizer) for examples in (train, evaluation))
+        for one in (train, *evaluations.values()):
+            one.examples = [all_templated(examples, tokenizer) for examples in one.examples]
     adds = config.data.add_special_tokens and not config.data.chat_template
     encode = partial(
         encode_prompt,
         encode=_encoder(tokenizer, vocab_size),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_tokens=config.rollout.sampling.max_tokens,
         context_length=context_length,
         overlong=config.data.overlong_prompts,
-        leading=leading_tokens(tokenizer, train) if adds else (),
+        leading=leading_tokens(tokenizer, list(chain(*train.examples))) if adds else (),
     )
 
-    def encoded(examples: list[Example]) -> PromptSet:
-        found = [(example, *encode(example)) for example in examples]
-        kept = [(example, prompt) for example, prompt, _ in found if prompt is not None]
+    def encoded(read: _Read, max_tokens: int) -> PromptSet:
+        found = [[(e, *encode(e, max_tokens=max_tokens)) for e in part] for part in read.examples]
+        kept = [[(e, prompt) for e, prompt, _ in part if prompt is not None] for part in found]
+        parts = tuple(zip(map(len, kept), read.weights, strict=True)) if read.weights else ()
         return PromptSet(
-            examples=[example for example, _ in kept],
-            prompts=[prompt for _, prompt in kept],
-            overlong=sum(overlong for _, _, overlong in found),
+            examples=[example for example, _ in chain(*kept)],
+            prompts=[prompt for _, prompt in chain(*kept)],
+            overlong=sum(overlong for _, _, overlong in chain(*found)),
+            parts=parts,
+            commits=read.commits,
         )
 
-    train_set, eval_set = encoded(train), encoded(evaluation)
+    train_set = encoded(train, config.rollout.sampling.max_tokens)
+    eval_sets = {n: encoded(r, config.eval_sampling.max_tokens) for n, r in evaluations.items()}
     if len(train_set.prompts) < (batch := config.rollout.prompts_per_step):
         dropped = f", {train_set.overlong} overlong ones dropped" if train_set.overlong else ""
-        found = f"the {len(train_set.prompts)} training examples of {config.data.path}{dropped}"
+        places = ", ".join(str(source.path) for source in config.data.train_sources)
+        found = f"the {len(train_set.prompts)} training examples of {places}{dropped}"
         raise DataError(f"rollout.prompts_per_step: {batch} exceeds {found}: lower it")
-    if evaluation and not eval_set.prompts:
-        raise DataError(f"all {len(evaluation)} evaluation prompts are overlong and dropped")
-    return train_set, eval_set if evaluation else None
+    if train_set.parts:
+        for (count, weight), draws, source in zip(
+            train_set.parts, mix_counts(train_set.parts), config.data.train_sources, strict=True
+        ):
+            if not count or not draws:
+                problem = f"weight {weight:g} gives none of the {len(train_set.prompts)} prompts of"
+                problem = f"{problem} an epoch to its {count} examples: raise it, or leave it out"
+                raise DataError(f"data.sources: {source.path}: {problem}")
+    for name, one in eval_sets.items():
+        if not one.prompts:
+            what = f"evaluation prompts{f' of {name}' if name else ''}"
+            raise DataError(f"all {one.overlong} {what} are overlong and dropped")
+    return train_set, eval_sets
 
 
-def overlong_told(config: RunConfig, train: PromptSet, evaluation: PromptSet | None) -> str | None:
+def overlong_told(
+    config: RunConfig, train: PromptSet, evaluations: Mapping[str, PromptSet]
+) -> str | None:
     """How many prompts did not fit, and what was done to them; None where all fitted."""
-    counts = {"training": train.overlong, "evaluation": evaluation.overlong if evaluation else 0}
+    evaluated = sum(prompts.overlong for prompts in evaluations.values())
+    counts = {"training": train.overlong, "evaluation": evaluated}
     found = " and ".join(f"{count} {name} prompts" for name, count in counts.items() if count)
     done = {"drop": "dropped", "truncate": "cut from the left"}.get(config.data.overlong_prompts)
     return f"{found} are too long: {done}" if found else None
@@ -121,16 +154,55 @@ def _encoder(tokenizer: Any, vocab_size: int) -> Callable[[str], list[int]]:
     return encode
 
 
-def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
+@dataclass
+class _Read:
+    """The examples of each source of a set, the sources' weights if they have any, and commits."""
+
+    examples: list[list[Example]]
+    weights: list[float] = field(default_factory=list)
+    commits: dict[str, str] = field(default_factory=dict)
+
+
+def _sums(config: RunConfig, split: Split, size: int) -> _Read:
+    assert config.data.task is not None
+    sizes = config.data.task.model_dump(exclude={"name", "train_size", "eval_size"})
+    made = problems(config.run.seed, split, size, **sizes)
+    texts = [config.data.prompt_template.replace("{prompt}", example.prompt) for example in made]
+    return _Read([[replace(e, prompt=text) for e, text in zip(made, texts, strict=True)]])
+
+
+def _read(config: RunConfig) -> _Read:
+    """The training set."""
     data = config.data
     if data.task is not None:
-        sizes = data.task.model_dump(include={"num_terms", "max_value", "incomplete_targets"})
-        make = partial(problems, config.run.seed, **sizes)
-        return make("train", data.task.train_size)[: data.limit], make("eval", data.task.eval_size)
-    assert data.path is not None
-    fields = data.model_dump(include={"prompt_field", "answer_field", "prompt_template"})
-    read = partial(read_jsonl, **fields, conversations=data.chat_template)
-    return read(data.path, limit=data.limit), read(data.eval_path) if data.eval_path else []
+        return _sums(config, "train", min(data.task.train_size, data.limit or data.task.train_size))
+    read = _Read([])
+    for source in data.train_sources:
+        _read_into(read, source, config)
+        read.weights += [source.weight] if source.weight is not None else []
+    return read
+
+
+def _read_evaluations(config: RunConfig) -> dict[str, _Read]:
+    """The evaluation sets by name."""
+    found: dict[str, _Read] = {}
+    if config.data.task is not None and config.data.task.eval_size:
+        found[""] = _sums(config, "eval", config.data.task.eval_size)
+    for name, source in config.data.evaluation_sources.items():
+        _read_into(found.setdefault(name, _Read([])), source, config)
+    return found
+
+
+def _read_into(read: _Read, source: EvalSetSection, config: RunConfig) -> None:
+    rows, commit = read_rows(source)
+    fields = source.model_dump(include={"prompt_field", "answer_field", "prompt_template"})
+    first = sum(map(len, read.examples))
+    given = {**fields, "conversations": config.data.chat_template, "first_id": first}
+    if not (examples := examples_of(rows, **given)):
+        raise DataError(f"{source.path} is empty: it needs one example at least")
+    read.examples.append(examples)
+    if commit is not None:
+        read.commits[str(source.path)] = commit
 
 
 def require_template(tokenizer: Any) -> None:

@@ -40,18 +40,18 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(source: str | Path, *, local: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in a model directory or, with `local=False`, of a hub model.
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in a model directory.
 
     TokenizerError if there is none, it needs code from the model's author, or has no end token.
     """
-    if local and not Path(source).is_dir():
+    if not Path(source).is_dir():
         raise TokenizerError(f"no model directory {source}: policy.path must name one")
     needs = "it needs tokenizer.json and tokenizer_config.json, or set tokenizer.kind: byte"
     what = f"{source} holds no tokenizer that can be loaded: {needs}"
     with explained(TokenizerError, what):
         tokenizer = AutoTokenizer.from_pretrained(
-            str(source), local_files_only=local, trust_remote_code=False
+            str(source), local_files_only=True, trust_remote_code=False
         )
     if tokenizer.eos_token_id is None:
         raise TokenizerError(f"the tokenizer of {source} has no eos_token: set it and save it")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from weakref import WeakSet
 
 from rl_consistency.numerics.files import discard, is_leftover, remove_leftovers
@@ -41,7 +42,9 @@ from rl_consistency.trainers.run_directory.manifest import (
 LOCK = ".rl_consistency.lock"
 CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
 METRICS, DIGESTS, SAMPLES = "metrics.jsonl", "digests.jsonl", "samples.jsonl"
-FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.html", "drift.png")
+CHANGES = "changes.jsonl"
+ROWS = (METRICS, DIGESTS, SAMPLES, CHANGES)
+FILES = (CONFIG, *ROWS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 NAMES = (*FILES, CHECKPOINTS, REPLAY)
 _OTHER = "choose another directory with --set run.output_dir=DIR"
@@ -78,11 +81,10 @@ def check_directory(
         raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
     if known is not None and not resume:
         remedy = f"continue it with --resume, remove it with --overwrite, or {_OTHER}."
-        told = f"{directory} already holds a run; {remedy}"
-        if dry_run:
-            return told
+        if dry_run and not overwrite:
+            return f"{directory} holds a run, which a dry run leaves alone. To run: {remedy}"
         if not overwrite:
-            raise RunDirectoryError(told)
+            raise RunDirectoryError(f"{directory} already holds a run; {remedy}")
     if known is not None:
         with nullcontext() if held else locked(directory):  # a run at work changes its files
             _require_own_files(config, resume=resume)
@@ -112,8 +114,11 @@ def _require_own_files(config: RunConfig, *, resume: bool) -> None:
             f"{_OTHER}."
         )
     if not resume:
-        data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-        require_outside(directory, {"policy.path": config.policy.path, **data})
+        data = config.data
+        sources = {f"data.sources.{i}": s.path for i, s in enumerate(data.sources or ())}
+        sets = {f"data.eval_sets.{name}": given.path for name, given in data.eval_sets.items()}
+        given = {"policy.path": config.policy.path, "data.path": data.path, **sources, **sets}
+        require_outside(directory, {**given, "data.eval_path": data.eval_path})
 
 
 def is_run(directory: Path) -> bool:
@@ -173,8 +178,13 @@ def full_disk_explained(directory: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 
 
-def open_directory(config: RunConfig, *, overwrite: bool) -> None:
-    """Remove what an earlier run left, and save the config; the directory is locked by now."""
+def open_directory(
+    config: RunConfig, *, overwrite: bool, commits: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Remove what an earlier run left, and save the config; the directory is locked by now.
+
+    `commits` are those of what was read from the hub, for the manifest.
+    """
     directory = config.run.output_dir
     check_directory(config, resume=False, overwrite=overwrite, held=True)
     remove_leftovers(directory)
@@ -184,7 +194,7 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
             discard(folder)
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    begin_manifest(directory)
+    begin_manifest(directory, commits)
     write_config(config)
 
 
@@ -193,14 +203,18 @@ def write_config(config: RunConfig) -> None:
     write_own(config.run.output_dir / CONFIG, dump_config(config))
 
 
-def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint:
-    """What a run continues from; RunDirectoryError or CheckpointError where it cannot."""
+def newest_checkpoint(
+    config: RunConfig, fingerprint: Fingerprint, changeable: Sequence[str] = ()
+) -> Checkpoint:
+    """What a run continues from, where only `changeable` keys of its recipe may be others;
+    RunDirectoryError or CheckpointError where it cannot."""
     directory, steps = config.run.output_dir, config.training.steps
     if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
         remedy = "start again with --overwrite, and with training.save_every above 0"
         raise RunDirectoryError(f"{directory} has no complete checkpoint to resume from: {remedy}.")
     accepted = REWARD_FUNCTION if config.reward.accept_changed else None
-    checkpoint = load_checkpoint(checkpoints[-1], fingerprint, accepted=accepted)
+    free = {"accepted": accepted, "changeable": changeable}
+    checkpoint = load_checkpoint(checkpoints[-1], fingerprint, **free)
     if steps < checkpoint.step:
         done = f"the {checkpoint.step} steps that the run in {directory} has done"
         raise RunDirectoryError(f"training.steps: {steps} are fewer than {done}: give as many.")
@@ -212,12 +226,14 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     return checkpoint
 
 
-def require_outside(directory: Path, inputs: Mapping[str, Path | None]) -> None:
+def require_outside(directory: Path, inputs: Mapping[str, Path | str | None]) -> None:
     """RunDirectoryError where --overwrite would remove an input, which is given by name."""
     doomed = {(directory / name).resolve() for name in NAMES}
     for key, path in inputs.items():
-        links = [f for f in path.iterdir() if f.is_symlink()] if path and path.is_dir() else []
-        for file in [path, *links] if path else []:
+        if not isinstance(path, Path):
+            continue  # of the hub
+        links = [f for f in path.iterdir() if f.is_symlink()] if path.is_dir() else []
+        for file in [path, *links]:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
                 problem = f"lies inside the run in {directory} that --overwrite would remove"

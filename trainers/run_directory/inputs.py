@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,33 +22,45 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.reward_files import module_name
 from rl_consistency.trainers.rewards import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import REWARD_FUNCTION, explained
 
 FREE = {
     "run": {"name", "output_dir", "collective_timeout"},
     "policy": {"path"},
-    "data": {"path", "eval_path"},
+    "data": {
+        *("path", "name", "split", "revision", "sources"),
+        *("eval_path", "eval_split", "eval_sets"),
+    },
     "training": {"save_every", "keep_checkpoints", "strategy"},
-    "reward": {"timeout", "accept_changed"},
+    "reward": {"timeout", "accept_changed", "folder"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
 no bit depends on them."""
+CHANGEABLE = (
+    *(f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps")),
+    *("optimizer.min_lr", "optimizer.min_lr_ratio", "optimizer.muon.adamw_learning_rate"),
+    *("algorithm.ppo.critic_learning_rate", "training.steps"),
+)
+"""Keys that may be others when a run is resumed, and then are from there on: moments stay, and the
+rate is that of the new schedule after as many optimizer steps. The run records it."""
 CHECKS = {
     "consistency": {
         *("gradient_check_every", "gradient_check_sequences", "value_check_every"),
-        *("shadow_every", "on_drift"),
+        *("shadow_every", "shadow_budget", "on_drift"),
     }
 }
 """What looks at a run and moves nothing in it."""
+EVALUATION = ("eval_samples", "eval_sampling", "eval_pass_at", "eval_pass_reward")
 SCHEDULING = {
     "policy": {"gradient_checkpointing"},
     "rollout": {
         *("kv_block_size", "num_kv_blocks", "max_batch_tokens", "max_num_seqs"),
         *("prefill_chunk_size", "prefix_sharing", "cuda_graphs"),
     },
-    "training": {"micro_batch_size", "layout", "cuda_graphs", "eval_every", "eval_samples"},
+    "training": {"micro_batch_size", "layout", "cuda_graphs", "eval_every", *EVALUATION},
 }
 """What no bit depends on while all ops are canonical."""
 
@@ -62,9 +75,10 @@ def settings(config: RunConfig) -> dict[str, str]:
     for section, keys in (CHECKS | (SCHEDULING if canonical else {})).items():
         for key in keys:
             tree[section].pop(key, None)
-    if config.optimizer.schedule == "constant":
+    if config.optimizer.schedule.startswith("constant"):
         del tree["training"]["steps"]
-    return dict(flat(tree))
+    eight_bit = config.optimizer.name == "adamw_8bit"
+    return dict(flat(tree)) | ({"bitsandbytes": version("bitsandbytes")} if eight_bit else {})
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:
@@ -101,25 +115,29 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
     }
 
 
-def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:
+def data_digests(train: PromptSet, evaluations: Mapping[str, PromptSet]) -> dict[str, str]:
     """Digests of the examples and the tokens of their prompts."""
+    sets = {f"evaluation data {name}".rstrip(): one for name, one in evaluations.items()}
     found = {}
-    for name, prompts in {"training data": train, "evaluation data": evaluation}.items():
-        if prompts is not None:
-            rows: list[Any] = [
-                [e.id, e.prompt, e.answer, e.target, dict(e.extra), tokens]
-                for e, tokens in zip(prompts.examples, prompts.prompts, strict=True)
-            ]
-            rows += [e.messages for e in prompts.examples if e.messages is not None]
-            found[name] = _digest(rows)
+    for name, prompts in {"training data": train, **sets}.items():
+        rows: list[Any] = [
+            [e.id, e.prompt, e.answer, e.target, dict(e.extra), tokens]
+            for e, tokens in zip(prompts.examples, prompts.prompts, strict=True)
+        ]
+        rows += [e.messages for e in prompts.examples if e.messages is not None]
+        found[name] = _digest([*rows, *prompts.parts])
     return found
 
 
 def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
-    """Digests of the files of reward functions' modules; what a module imports does not enter."""
+    """Digests of the files of reward functions' modules, of the source of functions that have none,
+    and of reward models; what a module imports does not enter."""
     found = {}
     for term in rewards:
-        named = term.name.rpartition(":")[0]
+        if term.digest is not None:
+            found[f"{REWARD_FUNCTION} {term.name}"] = term.digest
+            continue
+        named = module_name(term.name)
         given = {named, getattr(term.function, "__module__", named)} - {""}
         names = sorted(name for name in given if isinstance(name, str))
         files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
@@ -138,4 +156,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    text = json.dumps(content, default=str)  # of Parquet a value may be a date, say
+    return hashlib.sha256(text.encode()).hexdigest()

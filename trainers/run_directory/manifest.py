@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rl_consistency.numerics.files import (
@@ -37,9 +38,10 @@ class RunDirectoryError(ValueError):
     """A run directory that cannot be started in or resumed from."""
 
 
-def begin_manifest(directory: Path) -> None:
-    """Nothing is listed yet."""
-    write_whole(directory / MANIFEST, seal({"format": FORMAT, "files": {}}))
+def begin_manifest(directory: Path, commits: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Nothing is listed yet but the commits of what was read from the hub."""
+    begun = {"format": FORMAT, "hub": dict(commits), "files": {}}
+    write_whole(directory / MANIFEST, seal(begun))
 
 
 def listed(directory: Path) -> dict[str, list[State]] | None:
@@ -69,7 +71,8 @@ def put_on_list(directory: Path, states: Mapping[str, Sequence[State]]) -> None:
     with _held(file):
         files = (listed(directory) or {}) | {name: [*s] for name, s in states.items()}
         files = {name: found for name, found in files.items() if found}
-        write_whole(file, seal({"format": FORMAT, "files": files}))
+        commits = unseal(file).get("hub", {})
+        write_whole(file, seal({"format": FORMAT, "hub": commits, "files": files}))
 
 
 @contextmanager

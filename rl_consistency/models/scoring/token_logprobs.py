@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.models.decoder import guarded_backward
-from rl_consistency.models.forward import packed_hidden_states
+from rl_consistency.models.forward import lm_head_weight, packed_hidden_states
 from rl_consistency.models.moe import recorded_routing, sequence_balance
 from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host
 from rl_consistency.models.patch import patched_session
@@ -71,6 +71,9 @@ class LabelLogprobs:
     """bool, where the label has the largest logit (the lowest id of several); None: not asked."""
     routing: Tensor | None = None
     """int64, `expert_fingerprints` of the rows that give the scores; None in a dense model."""
+    mean_logits: Tensor | None = None
+    """fp32, mean over the vocabulary of the logits, in no order that is promised; None: not asked.
+    """
 
 
 @torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
@@ -211,6 +214,7 @@ def label_logprobs(
     sampling: Sampling | None = None,
     *,
     most_likely: bool = False,
+    mean_logits: bool = False,
 ) -> LabelLogprobs:
     """`token_logprobs` of a trainer's labels, from inside the policy's own forward pass.
 
@@ -222,6 +226,7 @@ def label_logprobs(
             a sequence is never scored. Without any label the result is a differentiable zero.
         sampling: what the tokens were sampled with; None is temperature 1 without truncation.
         most_likely: tell whether each label has the largest logit.
+        mean_logits: tell the mean of the logits at each label.
 
     ValueError if a label is another token. Sequences of one token each give zeros too.
     """
@@ -238,7 +243,8 @@ def label_logprobs(
         zeros = hidden.float().sum() * 0.0 + torch.zeros(mask.shape, device=mask.device)
         routing = torch.zeros_like(mask, dtype=torch.int64) if record.layers else None
         hits = torch.zeros_like(mask) if most_likely else None
-        return LabelLogprobs(zeros, zeros, mask, hits, routing)
+        means = torch.zeros_like(zeros) if mean_logits else None
+        return LabelLogprobs(zeros, zeros, mask, hits, routing, means)
     if not any(map(torch.any, scored)):
         longest = lens.index(max(lens))
         scored[longest] = torch.arange(lens[longest]) == 1  # for the graph; the mask drops it
@@ -252,4 +258,10 @@ def label_logprobs(
         with torch.no_grad():
             best, _ = row_scores(policy, hidden.detach(), rows, greedy)
         hits = torch.zeros_like(mask).masked_scatter(mask, best == 0)
-    return LabelLogprobs(logprobs, entropy, mask, hits, *routing)
+    means = None
+    if mean_logits:
+        with torch.no_grad():
+            head = lm_head_weight(policy).mean(dim=0, dtype=torch.float32)
+            means = hidden[rows.kept].float() @ head
+        means = means.new_zeros(mask.shape).masked_scatter(mask, means)
+    return LabelLogprobs(logprobs, entropy, mask, hits, *routing, mean_logits=means)

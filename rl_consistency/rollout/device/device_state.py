@@ -113,6 +113,7 @@ class DeviceState:
         slot, params = sequence.slot, sequence.params
         if slot is None or not 0 <= slot < self.dummy_slot:
             raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")
+        assert params.seed is not None  # `Seeds` has drawn one
         keys = stream_keys([params.seed], [sequence.prompt_id], [sequence.sample_index])
         self._words[:KEY_WORDS, slot] = keys[0]
         self._words[KEY_WORDS:, slot] = params.top_k, params.truncation is Truncation.DRAW

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from rl_consistency.models.modules import CanonicalModule
-from tests.integrations.trainers import grpo, loaded, logged, plain, quick_at, sft
+from tests.integrations.trainers import dpo, grpo, loaded, logged, plain, quick_at, sft
 
 
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2}], ids=["plain", "two iterations"])
@@ -37,6 +37,35 @@ SFT = {
 @pytest.mark.parametrize("options", quick_at("plain", SFT))
 def test_sft_gives_trl_s_figures_within_rounding(options, directory, tmp_path, attach):
     check_figures_of_stock(sft, ("mean_token_accuracy",), options, directory, tmp_path, attach)
+
+
+DPO = {"plain": {}, "two losses": {"loss_type": ["ipo", "sft"]}, "lengths": {"ld_alpha": 0.5}}
+FIGURES = ("mean_token_accuracy", "logits/chosen", "rewards/margins", "logps/rejected", "entropy")
+
+
+@pytest.mark.parametrize("options", quick_at("plain", DPO))
+def test_dpo_gives_trl_s_figures_within_rounding(options, directory, tmp_path, attach):
+    check_figures_of_stock(dpo, FIGURES, options, directory, tmp_path, attach)
+
+
+def test_dpo_begins_at_its_reference_by_the_bit(directory, tmp_path, attach):
+    trainer = dpo(directory, tmp_path, model=loaded(directory, dtype=torch.bfloat16), max_steps=1)
+    attach(trainer, check_gradients_every=1)
+    trainer.train()
+    assert logged(trainer, "rewards/chosen") == logged(trainer, "rewards/margins") == [0.0]
+    assert logged(trainer, "consistency/gradient_check/mismatched_elements") == [0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True; a stock model has"),
+        ({"use_weighting": True}, "use_weighting=True; it needs a sum over"),
+    ],
+)
+def test_dpo_with_what_a_stock_model_computes_is_refused(options, message, make, attach):
+    with pytest.raises(ValueError, match=message):
+        attach(make(dpo, **options))
 
 
 @pytest.mark.parametrize("options", quick_at("plain", SFT)[:3])

@@ -44,7 +44,7 @@ REQUEST = "request_ids"
             TWO,
             PLAIN,
             {"prompt_ids": [4, 4]},
-            "prompt 1 has the prompt id 4 and seed 0 of prompt 0",
+            "prompt 1 has the prompt id 4 and seed .* of prompt 0",
         ),
         (TWO, PLAIN, {REQUEST: ["a", "a"]}, "request id 'a' is given twice"),
         (TWO, PLAIN, {REQUEST: ["a", 4]}, "request ids must be strings, got 4"),

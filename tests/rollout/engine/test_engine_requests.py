@@ -98,16 +98,16 @@ def test_a_caller_can_drive_the_engine(model, expected):
 
 def test_the_id_and_the_stream_of_an_unfinished_request_are_refused(model):
     engine = engine_of(model)
-    engine.submit([[1]], SamplingParams(), request_ids=["a"])
+    engine.submit([[1]], SamplingParams(seed=0), request_ids=["a"])
     with pytest.raises(ValueError, match="request id 'a' is given twice, or belongs to a request"):
-        engine.submit([[2]], SamplingParams(), request_ids=["a"], prompt_ids=[1])
+        engine.submit([[2]], SamplingParams(seed=0), request_ids=["a"], prompt_ids=[1])
     with pytest.raises(ValueError, match="prompt id 0 and seed 0 of a request that is not finish"):
-        engine.submit([[2]], SamplingParams())
+        engine.submit([[2]], SamplingParams(seed=0))
     engine.submit([[2]], SamplingParams(seed=1))
-    engine.submit([[2]], SamplingParams(), prompt_ids=[2])
+    engine.submit([[2]], SamplingParams(seed=0), prompt_ids=[2])
     while engine.has_unfinished:
         engine.step()
-    assert engine.submit([[2]], SamplingParams(), request_ids=["a"]) == ["a"]
+    assert engine.submit([[2]], SamplingParams(seed=0), request_ids=["a"]) == ["a"]
 
 
 def test_a_cancelled_request_gives_its_blocks_back_and_the_others_are_the_same(model, expected):

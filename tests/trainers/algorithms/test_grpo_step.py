@@ -54,7 +54,7 @@ def make_trainer(tiny_run):
             ranks=ranks,
             config=config,
             train=prompts,
-            evaluation=prompts,
+            evaluations={"": prompts},
             rewards=[RewardFunction("given", reward)],
             hook=hook,
         )

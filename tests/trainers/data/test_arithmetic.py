@@ -25,6 +25,12 @@ def test_the_target_is_the_running_totals_and_the_answer_the_last(num_terms, max
         assert example.answer == totals[-1] == str(sum(terms))
 
 
+def test_spaces_change_the_text_alone():
+    for plain, spaced in zip(*(problems(1, "eval", 9, spaces=s, **SIZES) for s in (False, True))):
+        assert spaced.prompt == plain.prompt.replace("+", " + ").replace("=", " =")
+        assert (spaced.target, spaced.answer) == (plain.target, plain.answer)
+
+
 def test_training_and_evaluation_share_no_sum():
     train = {example.prompt for seed in (0, 1) for example in problems(seed, "train", 500, **SIZES)}
     held_out = {

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import processors
 
-from rl_consistency.trainers.config.sections import DataSection
+from rl_consistency.trainers.config.data_sections import DataSection
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.prompts import leading_tokens, load_prompts
 from rl_consistency.trainers.data.tokenizer import (

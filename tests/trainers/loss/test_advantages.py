@@ -9,6 +9,7 @@ from rl_consistency.trainers.advantages import (
     group_advantages,
     overlong_mask,
     overlong_penalty,
+    token_advantages,
     token_rewards,
     whitened,
 )
@@ -29,11 +30,68 @@ def test_grpo_divides_by_the_sample_standard_deviation():
     )
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_rloo_subtracts_the_mean_of_the_others():
+    rewards = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    groups = rewards.view(3, 4)
+    others = (groups.sum(dim=1, keepdim=True) - groups) / 3  # TRL's RLOOTrainer
+    found = group_advantages(rewards, 4, kind="rloo")
+    torch.testing.assert_close(found, (groups - others).flatten().float(), rtol=1e-6, atol=0)
+
+
+LENGTHS = [2, 5, 1, 3]
+KL = [[0.1 * i for i in range(n)] for n in LENGTHS]
+
+
+def whitening(values):
+    """As verl's `masked_whiten`, but for its divisor n - 1."""
+    return (values - values.mean()) / values.var(correction=0).sqrt()
+
+
+@pytest.mark.parametrize("kl", [None, KL])
+def test_reinforce_plus_plus_normalises_rewards_to_go_over_all_tokens(kl):
+    rewards = [1.0, 0.0, 0.5, 2.0]
+    given = {"kl": kl, "coefficient": 0.3}
+    found = token_advantages("reinforce_plus_plus", rewards, 1, LENGTHS, **given)
+    plain = []
+    for reward, part, n in zip(rewards, kl or [[0.0] * n for n in LENGTHS], LENGTHS):
+        earned = -0.3 * torch.tensor(part, dtype=torch.float64)
+        earned[-1] += reward
+        plain.append(earned.flip(0).cumsum(0).flip(0))
+        assert len(plain[-1]) == n
+    wanted = whitening(torch.cat(plain)).float()
+    torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-6, atol=1e-7)
+    assert [len(part) for part in found] == LENGTHS
+
+
+def test_with_a_baseline_the_group_mean_goes_first_and_the_kl_is_of_the_completion():
+    rewards = torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+    shaped = rewards - 0.3 * torch.tensor([sum(part) for part in KL], dtype=torch.float64)
+    centred = (shaped.view(2, 2) - shaped.view(2, 2).mean(dim=1, keepdim=True)).flatten()
+    each = torch.repeat_interleave(centred, torch.tensor(LENGTHS))
+    kind, given = "reinforce_plus_plus_baseline", {"kl": KL, "coefficient": 0.3}
+    found = token_advantages(kind, rewards, 2, LENGTHS, **given)
+    torch.testing.assert_close(torch.cat(found), whitening(each).float(), rtol=1e-6, atol=1e-7)
+    grouped = token_advantages("rloo", rewards, 2, LENGTHS, **given)
+    wanted = (shaped.view(2, 2) - shaped.view(2, 2).flip(1)).flatten()
+    torch.testing.assert_close(
+        torch.cat(grouped),
+        torch.repeat_interleave(wanted, torch.tensor(LENGTHS)).float(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-30, -7.3])
 def test_equal_rewards_give_exactly_zero(kind, reward):
     for size in (3, 6, 7, 49):
         assert group_advantages([reward] * size, size, kind=kind).tolist() == [0.0] * size
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_those_of_others(kind):
+    nan = math.nan
+    found = group_advantages([1.0, nan, 0.0, 2.0, nan, 3.0, nan, nan, *[nan] * 4], 4, kind=kind)
+    first, second = group_advantages([1.0, 0.0, 2.0], 3, kind=kind).split([1, 2])
+    assert found.tolist() == [*first.tolist(), 0.0, *second.tolist(), *[0.0] * 8]
 
 
 def test_a_group_is_blind_to_its_neighbours_and_to_the_order_within():

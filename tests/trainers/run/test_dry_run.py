@@ -10,7 +10,7 @@ from rl_consistency.cli.main import main
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
-from rl_consistency.trainers.algorithms.grpo import cache_bytes_of, engine_of
+from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of, engine_of
 from rl_consistency.trainers.dry_run import largest_pass, memory_told, reduced
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run import train
@@ -102,7 +102,14 @@ def test_a_dry_run_leaves_a_run_that_is_there_alone(dry_run, tiny_run):
     assert dry_run() == 0
     train(tiny_run.config(), dry_run=True, announce=told.append)
     assert tiny_run.files() == before
-    assert "already holds a run; continue it with --resume" in told[0]
+    assert "which a dry run leaves alone. To run: continue it with --resume" in told[0]
+    train(tiny_run.config(), dry_run=True, overwrite=True, announce=told.append)
+    assert tiny_run.files() == before
+    (tiny_run.directory / "run" / "summary.json").write_text("mine")
+    with pytest.raises(
+        RunDirectoryError, match=r"summary\.json .* --overwrite removes nothing else"
+    ):
+        train(tiny_run.config(), dry_run=True, overwrite=True)
 
 
 def test_a_directory_that_takes_no_file_is_named_before_the_model_is_loaded(tiny_run, monkeypatch):

@@ -1,6 +1,7 @@
 """Completions of a step with their rewards, and a warning where rewards tell nothing."""
 
 import json
+from math import isnan, nan
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from rl_consistency.cli.report import render
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.algorithms.experience import samples_of
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards import Rewards
+from rl_consistency.trainers.rewards import RewardError, Rewards
 from rl_consistency.trainers.run import NoSignal
 from rl_consistency.trainers.run_directory.step_files import read_rows
 
@@ -26,7 +27,8 @@ def shown(rewards, *, n, count):
         return [str(completion.token_ids[0]) for completion in chosen]
 
     rows = samples_of(examples, completions, given, texts, n=n, count=count)
-    assert [row["reward"] for row in rows] == [rewards[int(row["completion"])] for row in rows]
+    kept = [None if isnan(reward) else reward for reward in rewards]
+    assert [row["reward"] for row in rows] == [kept[int(row["completion"])] for row in rows]
     return [int(row["completion"]) for row in rows]
 
 
@@ -36,6 +38,24 @@ def shown(rewards, *, n, count):
 )
 def test_the_best_and_the_worst_of_each_group_are_shown(n, count, expected):
     assert shown([0.0, 2.0, 1.0, 5.0, 5.0, 5.0], n=n, count=count) == expected
+
+
+def test_a_completion_without_a_reward_is_the_worst():
+    assert shown([nan, 2.0, 1.0, nan, nan, 5.0], n=3, count=9) == [1, 0, 5, 4]
+
+
+def test_a_run_goes_on_where_no_reward_function_applies(tiny_run):
+    with (tiny_run.directory / "toy_rewards.py").open("a") as stream:
+        stream.write("async def unsure(completions, **_):\n    return [None] * len(completions)\n")
+    term = {"name": "toy_rewards:unsure", "signature": "trl"}
+    with pytest.warns(UserWarning, match="all reward functions returned None"):
+        summary, _ = tiny_run(**{"reward.functions": [term], "training.steps": 1})
+    assert summary["reward/first"] is None and summary["consistency/mismatched_tokens"] == 0
+    (row,) = read_rows(tiny_run.directory / "run" / "samples.jsonl")
+    assert row["samples"][0]["reward"] is None
+    ppo = {"algorithm.name": "ppo", "run.output_dir": str(tiny_run.directory / "ppo")}
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="PPO needs the reward of e"):
+        tiny_run(**{"reward.functions": [term], "training.steps": 1} | ppo)
 
 
 def test_a_run_keeps_its_samples_and_shows_them(tiny_run):

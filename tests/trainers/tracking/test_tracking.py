@@ -3,6 +3,7 @@ import io
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from rl_consistency.parity.histograms import drift_histograms
 from rl_consistency.parity.metric_table import all_metrics
 from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.trainers import tracking
+from rl_consistency.trainers import services
 from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.hooks import Rollout
-from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
+from rl_consistency.trainers.services import WandbTracker, check_wandb
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet
 from tests.trainers.tracking.wandb_file import records
 
 STEP = {
@@ -59,6 +61,20 @@ def test_a_terminal_gets_a_live_table_of_the_last_steps():
     assert "103" in last_frame and "102" in last_frame and "101" not in last_frame
     assert "passed" in last_frame
     table.close()
+
+
+@pytest.mark.parametrize("rate, shown", [(12345.6, "12,346"), (0.0432, "0.043"), (3.14, "3.1")])
+def test_eighty_columns_hold_every_word_of_the_live_table(rate, shown):
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    table = ConsoleTable(1000, console=out)
+    checked = {"consistency/gradient_check/without_gradient": True, "eval/reward": 0.125}
+    drifted = {"stock/mismatch_fraction": 1.0, "consistency/mismatched_tokens": 1234567}
+    table.log(1000, STEP | checked | drifted | {"tokens_per_second": rate})
+    table.close()
+    text = re.sub(r"\x1b\[\S*?[A-Za-z]", "", out.file.getvalue())
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    for word in ("1000/1000", "mismatched", "mismatch", "gradient", "1,234,567", shown):
+        assert word in text.split(), word
 
 
 class Recorder:
@@ -103,7 +119,7 @@ OFFLINE, ONLINE = WandbSection(project="p"), WandbSection(project="p", mode="onl
 
 def test_without_wandb_a_run_is_warned_once(monkeypatch):
     warned = []
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    monkeypatch.setattr(services, "find_spec", lambda name: None)
     assert check_wandb(OFFLINE, warned.append) is None and check_wandb(None, warned.append) is None
     (line,) = warned
     assert "the run goes on" in line and "pip install 'rl-consistency[wandb]'" in line
@@ -119,6 +135,22 @@ def test_online_without_a_key_a_run_is_warned_once_with_the_remedy(tmp_path, mon
     assert check_wandb(ONLINE, warned.append) is None
     (line,) = warned
     assert all(part in line for part in ("the run goes on", "WANDB_API_KEY", "offline"))
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_an_environment_that_wandb_cannot_read_costs_one_line(tmp_path, monkeypatch, online):
+    """`WANDB_MODE=`, say: pydantic refuses wandb's settings, which is no error of wandb."""
+    wandb = pytest.importorskip("wandb", reason="wandb is an optional extra")
+    warned = []
+    monkeypatch.setattr(wandb, "login" if online else "init", lambda **_: wandb.Settings(mode=""))
+    if online:
+        assert check_wandb(ONLINE, warned.append) is None
+    else:
+        tracker = WandbTracker("p", directory=tmp_path, warn=warned.append)
+        tracker.log(1, STEP)
+        tracker.close()
+    (line,) = warned
+    assert "the run goes on" in line and "got ''" in line and "\n" not in line
 
 
 def test_wandb_that_cannot_begin_costs_one_warning(tmp_path):
@@ -158,7 +190,7 @@ def test_another_error_of_the_tracker_is_not_hidden(tmp_path, monkeypatch):
     """Negative control: a mistake of ours is no failure of wandb's."""
     pytest.importorskip("wandb", reason="wandb is an optional extra")
     tracker = WandbTracker("project", directory=tmp_path)
-    monkeypatch.setattr(tracking, "log_drift", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(services, "log_drift", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tracker.log(1, STEP)
     tracker.close()
