@@ -20,6 +20,7 @@ from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.reward_model import RewardModel
 
 MOST_TOKENS = 16
 """Most tokens of a completion."""
@@ -123,6 +124,8 @@ def resident(run: Any, kv_cache: int) -> dict[str, int]:
     }
     if run.reference is not None:
         parts["reference"] = sum_bytes(run.reference.parameters())
+    models = [term.function.model for term in run.rewards if isinstance(term.function, RewardModel)]
+    parts["reward models"] = sum(sum_bytes(model.parameters()) for model in models)
     if run.critic is not None:
         kept = run.critic.saved().values()
         parts["critic and its optimizer"] = sum(sum_bytes(part.values()) for part in kept)
