@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.models import is_sparse
 from benchmarks.recipe import grpo_step
+from benchmarks.rollout.calls import call_cost
 from benchmarks.rollout.decoding import steady_step
 from benchmarks.rollout.engines import hugging_face_cases, vllm_suites
 from benchmarks.rollout.processes import cold_start
@@ -52,6 +53,7 @@ def rollout_suites(choice: Choice) -> Suites:
     if choice.tiny:
         return {
             "rollout_roofline": _steps([TINY, "tiny-olmoe"], equal(2, 1, 20, 16)),
+            "rollout_call": [_case("one token", call_cost, TINY, equal(1, 1, 4, 3))],
             "rollout_shared_keys": _steps([TINY], equal(1, 4, 20, 16)),
             "rollout_hugging_face": hugging_face_cases(TINY, equal(2, 1, 12, 6)),
             "rollout_grpo_step": [_case("GRPO step", grpo_step, TINY, equal(2, 4, 10, 6))],
@@ -60,6 +62,9 @@ def rollout_suites(choice: Choice) -> Suites:
     return {
         "rollout_roofline": _steps([LARGE], *(equal(n, 1, 960, 96) for n in (64, 128, 256))),
         "rollout_roofline_one": _steps([LARGE], equal(1, 1, 960, 96)),
+        "rollout_call": [
+            _case("one token", call_cost, name, equal(1, 1, 64, 65)) for name in (SMALL, LARGE)
+        ],
         "rollout_long_context": _steps([SMALL], *(equal(1, 1, n, 64) for n in (960, 32704))),
         # Models of 2, 6 and 4 query heads to a KV head.
         "rollout_shared_keys": _steps([SMALL, GROUPED, LARGE], equal(32, 8, 2048, 64)),

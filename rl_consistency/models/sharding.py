@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def through(
         return run()
     if model is not policy or is_fsdp(policy):
         return model(run=run)
-    if dist.is_initialized() and has_shards(policy):
+    if dist.is_initialized() and has_shards(modules_of(policy)):
         raise ValueError(
             "the policy's parameters are shards: give the DeepSpeed engine, or enter "
             "whole_weights(model) on every rank. Plans of transformers are not covered."
@@ -99,19 +99,18 @@ def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The model and all modules below it, each once: `model.modules()` in another order, in a tenth
     of its time."""
-    found = dict[int, nn.Module]()
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            left += module._modules.values()
-    return [*found.values()]
+    found, left = {model}, [model]
+    for module in left:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found.add(child)
+                left.append(child)
+    return left
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    """Parameters of all modules, one at two places twice; see `modules_of`."""
-    found = [x for module in modules_of(model) for x in module._parameters.values()]
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters of modules, one at two places twice."""
+    found = [x for module in modules for x in module._parameters.values()]
     return [parameter for parameter in found if parameter is not None]
 
 
@@ -120,9 +119,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(map(is_fsdp, modules_of(model))) or has_zero3(model)
 
 
-def has_shards(model: nn.Module) -> bool:
-    """Whether a parameter's values are spread over the ranks now."""
-    return any(map(is_shard, parameters_of(model)))
+def has_shards(modules: Iterable[nn.Module]) -> bool:
+    """Whether the values of a parameter of the modules are spread over the ranks now."""
+    parameters, distributed = parameters_of(modules), _class("torch.distributed.tensor", "DTensor")
+    if distributed and any(isinstance(parameter, distributed) for parameter in parameters):
+        return True
+    return any(is_shard(x) for x in parameters if hasattr(x, "ds_id"))
 
 
 def is_shard(parameter: Tensor) -> bool:
@@ -160,4 +162,4 @@ def _wrapper_of(policy: nn.Module) -> str | None:
 
 def has_zero3(model: nn.Module) -> bool:
     """Whether ZeRO-3 keeps shards of the parameters."""
-    return any(hasattr(parameter, "ds_id") for parameter in parameters_of(model))
+    return any(hasattr(parameter, "ds_id") for parameter in parameters_of(modules_of(model)))

@@ -39,10 +39,10 @@ def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
         yield policy
         return
     with ExitStack() as stack:
-        if has_shards(policy):
+        if has_shards(modules := modules_of(policy)):
             gathered = _gathered_by_zero3 if has_zero3(policy) else _unsharded
             stack.enter_context(gathered(policy))
-        stack.enter_context(_no_library_hooks(policy))
+        stack.enter_context(_no_library_hooks(modules))
         WHOLE.add(policy)
         stack.callback(WHOLE.discard, policy)
         yield policy
@@ -74,12 +74,12 @@ def _gathered_by_zero3(policy: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _no_library_hooks(policy: nn.Module) -> Iterator[None]:
+def _no_library_hooks(modules: list[nn.Module]) -> Iterator[None]:
     """Take off the hooks that would gather and free parameters, or reduce gradients."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     kinds = ("_forward_pre_hooks", "_forward_hooks")
-    of_modules = [vars(module)[kind] for module in modules_of(policy) for kind in kinds]
-    of_parameters: list[Any] = [x._post_accumulate_grad_hooks for x in parameters_of(policy)]
+    of_modules = [vars(module)[kind] for module in modules for kind in kinds]
+    of_parameters: list[Any] = [x._post_accumulate_grad_hooks for x in parameters_of(modules)]
     for hooks in filter(None, [*of_modules, *of_parameters]):
         if any(map(of_a_library, hooks.values())):
             taken.append((hooks, dict(hooks)))

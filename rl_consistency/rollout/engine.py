@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.sharding import has_shards, unwrapped
+from rl_consistency.models.sharding import WHOLE, has_shards, modules_of, unwrapped
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
@@ -435,7 +435,7 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None, sequences: Sequence[RolloutSequence]) -> None:
         """Start work: new counters, and no cached key of other weights."""
-        if has_shards(self._model):
+        if self._model not in WHOLE and has_shards(modules_of(self._model)):
             raise ValueError(
                 "the model's parameters are shards: enter whole_weights(model) on every rank, "
                 "around all of the rollout, or use generate."

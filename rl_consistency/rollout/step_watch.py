@@ -25,7 +25,6 @@ from rl_consistency.kernels.reduction.weights_digest import (
     WORD_BYTES,
     ComingSums,
     PlacedWords,
-    fit,
 )
 from rl_consistency.models.snapshot import Change, Snapshot
 from rl_consistency.rollout.device.device_state import to_host
@@ -47,12 +46,14 @@ class StepWatch:
     """Compares a patched model with a snapshot of it. It keeps the weights' memory: drop it when
     the rollout ends."""
 
-    def __init__(self, snapshot: Snapshot, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, weights: Iterable[tuple[str, Tensor]], *, placed: bool = False
+    ) -> None:
+        """`placed`: the weights `fit` reading by their addresses."""
         snapshot.settle()
         self._parts, self._next = snapshot.parts, 0
         # They keep the memory, which is read by its address, where a parameter is given other.
         self._memory = named = [(name, x.detach()) for name, x in weights if x.numel()]
-        placed = fit([tensor for _, tensor in named])
         self._values: _Values = _PlacedValues(named) if placed else _ValuesOnHost(named)
 
     def look(self, is_busy: Callable[[], bool] | None = None) -> Change | None:

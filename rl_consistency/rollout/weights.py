@@ -122,7 +122,7 @@ class WeightsWatch:
             lent = is_sharded(self._model)
             self._placed = placed = _Placed(snapshot, addresses, weights, digest, lent)
         self._begun = self._launched()
-        self._steps = StepWatch(snapshot, placed.weights)
+        self._steps = StepWatch(snapshot, placed.weights, placed=placed.digest is not None)
         return path
 
     def take_over(self, given: str | None, withdrawals: int, path: ForwardPath) -> bool:
