@@ -20,6 +20,7 @@ from rl_consistency.models.layer_graphs import layers_op_by_op
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.reward_model import RewardModel
 
 MOST_TOKENS = 16
 """Most tokens of a completion."""
@@ -77,7 +78,11 @@ def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
     config: RunConfig = run.config
     prompts, evaluated = run.train_set.prompts, [s.prompts for s in run.eval_sets.values()]
     samples = config.rollout.prompts_per_step * config.sampling.n
-    rewards = [f"{term.name} {metrics[f'reward/{term.name}']:.4g}" for term in run.rewards]
+    scores = {term.name: metrics.get(f"reward/{term.name}") for term in run.rewards}
+    rewards = [
+        f"{name} {'did not apply' if score is None else format(score, '.4g')}"
+        for name, score in scores.items()
+    ]
     rollout, training = (metrics[f"time/{name}_seconds"] for name in ("rollout", "training"))
     return [
         f"data      {len(prompts)} prompts, the longest {max(map(len, prompts))} tokens; "
@@ -119,6 +124,8 @@ def resident(run: Any, kv_cache: int) -> dict[str, int]:
     }
     if run.reference is not None:
         parts["reference"] = sum_bytes(run.reference.parameters())
+    models = [term.function.model for term in run.rewards if isinstance(term.function, RewardModel)]
+    parts["reward models"] = sum(sum_bytes(model.parameters()) for model in models)
     if run.critic is not None:
         kept = run.critic.saved().values()
         parts["critic and its optimizer"] = sum(sum_bytes(part.values()) for part in kept)

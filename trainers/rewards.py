@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from torch import Tensor
 
+from rl_consistency.trainers.config.data_sections import BUILT_IN as NAMES
 from rl_consistency.trainers.config.data_sections import (
     Per,
     RewardFunctionSection,
@@ -76,7 +77,7 @@ def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any)
     return [float(total == answer) for total, answer in zip(totals, answers, strict=True)]
 
 
-BUILT_IN = {f.__name__: f for f in (exact_match, gsm8k, arithmetic)}
+BUILT_IN = dict(zip(NAMES, (exact_match, gsm8k, arithmetic), strict=True))
 
 # A minus sign counts only where no number or closing bracket stands before it: 5-3 is 5 and 3.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?\d[\d,]*(?:\.\d+)?", re.ASCII)

@@ -62,12 +62,13 @@ class Service:
     """A tracker of accelerate's, told the figures of each step.
 
     Where it raises one of `failures`, `warn` is called once and the rest of the run is not logged
-    there. `begin` is called with it once it has started.
+    there. `make` gives the tracker, and `begin` is called with it once it has started.
     """
 
     def __init__(
         self,
-        tracker: GeneralTracker,
+        name: str,
+        make: Callable[[], GeneralTracker],
         *,
         warn: Say,
         failures: tuple[type[Exception], ...] = (OSError,),
@@ -75,10 +76,10 @@ class Service:
         begin: Callable[[Any], object] = lambda tracker: None,
     ) -> None:
         self._tracker: Any = None
-        self._warn, self._failures = warn, failures
-        self._name: str = tracker.name  # pyright: ignore[reportAttributeAccessIssue]
+        self._name, self._warn, self._failures = name, warn, failures
 
         def start() -> None:
+            tracker = make()
             tracker.start()
             self._tracker = tracker
             begin(tracker)
@@ -138,16 +139,20 @@ class WandbTracker(Service):
 
         self._samples, self._take_mismatch, self._decode = samples, take_mismatch, decode
         failures = (OSError, wandb.Error)
-        tracker = _LateWandb(
-            project,
-            name=name,
-            dir=os.fspath(directory),
-            config=dict(config or {}),
-            mode=mode,
-            id=run_id,
-            resume=None if run_id is None else "allow",
-            **{key: value for key, value in given.items() if value},
-        )
+
+        def make() -> GeneralTracker:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            return WandBTracker(
+                project,
+                name=name,
+                dir=os.fspath(directory),
+                config=dict(config or {}),
+                mode=mode,
+                id=run_id,
+                resume=None if run_id is None else "allow",
+                settings=wandb.Settings(silent=True),
+                **{key: value for key, value in given.items() if value},
+            )
 
         def begin(tracker: Any) -> None:
             for key, metric in all_metrics():
@@ -155,7 +160,7 @@ class WandbTracker(Service):
 
         # A ValueError also of an environment that wandb cannot read.
         options: dict[str, Any] = {"failures": failures, "at_start": (ValueError,), "begin": begin}
-        super().__init__(tracker, warn=warn, **options)
+        super().__init__("wandb", make, warn=warn, **options)
 
     @property
     def _run(self) -> wandb.Run | None:
@@ -181,17 +186,6 @@ class WandbTracker(Service):
 
     def _finish(self, failed: bool) -> None:
         self._tracker.run.finish(exit_code=int(failed))
-
-
-class _LateWandb(WandBTracker):
-    """Its directory is made, and its settings are read, at the start."""
-
-    def start(self) -> None:
-        import wandb
-
-        Path(self.init_kwargs["dir"]).mkdir(parents=True, exist_ok=True)
-        self.init_kwargs["settings"] = wandb.Settings(silent=True)
-        super().start()
 
 
 class _MLflow(Service):
@@ -223,7 +217,8 @@ def _tensorboard(run: Any, config: RunConfig) -> Service:
     given = {"purge_step": run.first_step} if run.resumed else {}
     text = f"```yaml\n{dump_config(config)}```"
     return Service(
-        TensorBoardTracker(name, directory, **given),
+        "tensorboard",
+        lambda: TensorBoardTracker(name, directory, **given),
         warn=run.announce,
         begin=lambda tracker: run.resumed or tracker.log({"config": text}, step=0),
     )
@@ -240,17 +235,19 @@ def _mlflow(run: Any, config: RunConfig) -> Service:
             tracker.store_init_configuration(dict(flat(config.model_dump(mode="json"))))
         run.mlflow_run_id = tracker.tracker.info.run_id
 
-    if section.tracking_uri is not None:
-        mlflow.set_tracking_uri(section.tracking_uri)
-    tracker = MLflowTracker(
-        section.experiment,
-        run_id=run.mlflow_run_id,
-        run_name=section.name or config.run.name,
-        tags=dict(section.tags) or None,
-        nested_run=mlflow.active_run() is not None,
-    )
+    def make() -> GeneralTracker:
+        if section.tracking_uri is not None:
+            mlflow.set_tracking_uri(section.tracking_uri)
+        return MLflowTracker(
+            section.experiment,
+            run_id=run.mlflow_run_id,
+            run_name=section.name or config.run.name,
+            tags=dict(section.tags) or None,
+            nested_run=mlflow.active_run() is not None,
+        )
+
     failures = (OSError, mlflow.exceptions.MlflowException)
-    return _MLflow(tracker, warn=run.announce, failures=failures, begin=begin)
+    return _MLflow("mlflow", make, warn=run.announce, failures=failures, begin=begin)
 
 
 def _in_a_line(error: Exception) -> str:

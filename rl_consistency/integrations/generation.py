@@ -87,7 +87,8 @@ class EngineGeneration(TrainerCallback):
             self._engine = RolloutEngine(
                 self.policy,
                 eos_token_id=eos,
-                tokenizer=self.trainer.processing_class,
+                # With one it decodes all completions.
+                tokenizer=self.trainer.processing_class if self.sampling.stop else None,
                 **(sizes | self.options),
             )
         return self._engine

@@ -314,15 +314,18 @@ SECTIONS: tuple[Section, ...] = (
     _section(
         "Ratio and KL",
         "The importance ratio of the first update, exp(training − rollout), and estimates of the "
-        "KL between both sides.",
+        "KL between both sides: 1 and 0 here, beside those of the stock path on the same tokens.",
         _panel(
             "Importance ratio",
-            Curve("consistency/importance_ratio/max", "max", "stock"),
+            Curve("stock/importance_ratio/max", "stock, max", "stock"),
+            Curve("stock/importance_ratio/min", "stock, min", "stock"),
+            Curve("consistency/importance_ratio/max", "max"),
             Curve("consistency/importance_ratio/mean", "mean", "mean"),
             Curve("consistency/importance_ratio/min", "min", "second"),
         ),
         _panel(
             "KL, rollout to training",
+            Curve("stock/kl/k3", "stock, r − 1 − log r", "stock"),
             Curve("consistency/kl/k3", "r − 1 − log r"),
             Curve("consistency/kl/k1", "−log r", "second"),
             unit="nats",

@@ -33,6 +33,8 @@ def engine_of(config: RunConfig, model: Any, tokenizer: Any) -> RolloutEngine:
         enable_prefix_sharing=rollout.prefix_sharing,
         tokens_per_sequence=tokens_per_sequence,
         cuda_graphs=rollout.cuda_graphs,
+        # With one it decodes all completions.
+        tokenizer=tokenizer if config.sampling.stop or config.eval_sampling.stop else None,
     )
 
 

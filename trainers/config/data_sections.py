@@ -201,6 +201,8 @@ class DataSection(RecipeSection):
 
 RewardSignature = Literal["ours", "trl", "verl"]
 Per = Literal["batch", "sample"]
+BUILT_IN = ("exact_match", "gsm8k", "arithmetic")
+"""Names of functions that come with the package."""
 
 
 class RewardFunctionSection(RecipeSection):
@@ -266,6 +268,7 @@ class RewardSection(RecipeSection):
             raise ValueError("functions must name at least one reward function")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
-        if wrong := [f for f in self.functions if f.signature != "ours" and ":" not in f.key]:
+        of_ours = [f for f in self.functions if f.key in BUILT_IN]
+        if wrong := [f for f in of_ours if f.signature != "ours"]:
             raise ValueError(f"{wrong[0].key} is built in, of signature ours: leave signature out")
         return self

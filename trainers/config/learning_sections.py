@@ -23,10 +23,9 @@ from rl_consistency.trainers.config.sections import (
 )
 from rl_consistency.trainers.losses import LOSSES, LossKind
 
-_NO_KEYS = ("seed", "stop", "greedy_logprobs")
+_NO_KEYS = ("seed", "greedy_logprobs")
 SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NO_KEYS)
-"""Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings and
-draws no greedy samples to learn from."""
+"""Keys of rollout.sampling. The seed is run.seed, and no greedy samples are drawn to learn from."""
 
 
 def _sampling(value: Any) -> Any:
@@ -71,7 +70,13 @@ class RolloutSection(RecipeSection):
     sampling: Annotated[
         SamplingParams,
         BeforeValidator(_sampling),
-        PlainSerializer(lambda params: {key: getattr(params, key) for key in SAMPLING_KEYS}),
+        PlainSerializer(
+            lambda params: {
+                key: getattr(params, key)
+                for key in SAMPLING_KEYS
+                if key != "stop" or params.stop  # which runs of before do not name
+            }
+        ),
     ]
     """The fields of `SamplingParams`, in GRPO with n at least 2; training scores with the same
     object."""

@@ -378,7 +378,7 @@ def _hint(location: tuple[int | str, ...]) -> str:
     for path in all_paths():
         *above, name = path.split(".")
         by_name.setdefault(name, []).append(path)
-        if above == section:
+        if above in (section, section[:-1] if section[:2] == ["data", "eval_sets"] else section):
             siblings.append(name)
     if (other := OTHER_NAMES.get(key)) and key not in by_name:
         return f"did you mean {other}?"

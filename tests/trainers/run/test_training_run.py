@@ -23,6 +23,10 @@ def varied(prompts, completions, answers, **_):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
+def as_trl(prompts, completions, completion_ids, answer):
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def quiet(line):
     """Says nothing."""
 
@@ -34,9 +38,10 @@ def train(tiny_run):
 
 
 def test_functions_take_the_place_of_the_recipe_s_rewards(train, tiny_run):
-    found = train(rewards=[length, {"function": varied, "weight": 0.5}, "exact_match"])
+    of_trl = {"function": as_trl, "signature": "trl", "weight": 0.0}
+    found = train(rewards=[length, {"function": varied, "weight": 0.5}, "exact_match", of_trl])
     (row,) = found.metrics
-    names = {f"reward/{name}" for name in ("length", "varied", "exact_match")}
+    names = {f"reward/{name}" for name in ("length", "varied", "exact_match", "as_trl")}
     assert names <= row.keys() and found.run_dir == tiny_run.directory / "run"
     total = row["reward/length"] + 0.5 * row["reward/varied"] + row["reward/exact_match"]
     assert row["reward/mean"] == pytest.approx(total)
@@ -55,6 +60,10 @@ def test_a_path_a_name_and_overrides_are_taken(train, tiny_run, tmp_path):
     assert again.summary["parameter_digest"] == first.summary["parameter_digest"]
     with pytest.raises(ConfigError, match=r"training.stps: unknown key; did you mean steps\?"):
         rlc.train("grpo_arithmetic_tiny_cpu", training__stps=3)
+    with pytest.raises(
+        ConfigError, match=r"data.eval_sets.a.pth: unknown key; did you mean path\?"
+    ):
+        rlc.train("grpo_arithmetic_tiny_cpu", data={"eval_sets": {"a": {"path": "x", "pth": 1}}})
     with pytest.raises(ValueError, match="no recipe 'nothing': give a YAML file, or one of"):
         rlc.train("nothing")
 
