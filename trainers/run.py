@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +65,7 @@ from rl_consistency.trainers.run_directory.directory import (
     write_config,
 )
 from rl_consistency.trainers.run_directory.inputs import (
+    CHANGEABLE,
     common_settings,
     data_digests,
     fingerprint_of,
@@ -113,12 +114,13 @@ def train(
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
-    `resume` continues from the newest checkpoint of the run directory, also with more steps than
-    the run was begun with, where its schedule does not end. `overwrite` removes the run that the
-    directory already holds. `announce` is told, line by line, what goes on, and `starting` each
-    phase before the first step, at last "". `finish` is called once the summary is written: the
-    trackers learn that the run failed if it raises, or on drift. `rewards` are functions by the
-    names that they have in the recipe; a resumed run needs the same ones, by their source.
+    `resume` continues from the newest checkpoint of the run directory, also with more steps or with
+    other `CHANGEABLE` keys than the run was begun with, which it records. `overwrite` removes the
+    run that the directory already holds. `announce` is told, line by line, what goes on, and
+    `starting` each phase before the first step, at last "". `finish` is called once the summary is
+    written: the trackers learn that the run failed if it raises, or on drift. `rewards` are
+    functions by the names that they have in the recipe; a resumed run needs the same ones, by their
+    source.
 
     `dry_run` checks everything, takes one small step, and returns its metrics. It leaves no file.
 
@@ -267,7 +269,7 @@ class _Run:
         """Load the newest checkpoint, on every rank; returns the step that follows it."""
         self.progress.starts("resuming from the newest checkpoint")
         with self.world.agreed("the checkpoint"):
-            checkpoint = newest_checkpoint(self.config, self.continued_under)
+            checkpoint = newest_checkpoint(self.config, self.continued_under, CHANGEABLE)
             load_weights(self.model, checkpoint.weights)
             if self.critic is not None:
                 self.critic.load(checkpoint)
@@ -276,7 +278,7 @@ class _Run:
         self._freeze_reference(checkpoint.extra["reference_digest"])
         with self.world.agreed("the run directory"):
             if self.first:
-                self._open_step_files(checkpoint.extra["step_files"])
+                self._open_step_files(checkpoint.extra["step_files"], checkpoint.changes)
                 # All that may be refused has been: from here on the directory changes.
                 remove_leftovers(self.directory)
                 remove_leftovers(self.directory / CHECKPOINTS)
@@ -293,6 +295,9 @@ class _Run:
         restore(checkpoint.extra["random_state"])
         self.began -= checkpoint.extra.get("seconds", 0.0)
         self.announce(f"resumed from {checkpoint.path}")
+        for change in checkpoint.changes:
+            told = "{key}: {old} until now, {new} from here on; moments are kept"
+            self.announce(told.format(**change))
         return checkpoint.step + 1
 
     def _freeze_reference(self, digest: str | None) -> None:
@@ -396,9 +401,13 @@ class _Run:
             found["critic_digest"] = self.critic.digest
         return write_summary(self.config, found, seconds, self.world.size, self.fingerprint)
 
-    def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
+    def _open_step_files(
+        self,
+        state: dict[str, Any] | None = None,
+        changes: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)
-        self.step_files = StepFiles(self.directory, state, *given)
+        self.step_files = StepFiles(self.directory, state, *given, changes)
         self.stack.callback(self.step_files.close)
 
     def _assemble(self, checkpoint: Checkpoint | None = None) -> None:

@@ -15,7 +15,12 @@ from rl_consistency.trainers.config.strict_yaml import read
 from rl_consistency.trainers.run_directory.checkpoint import STATE, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS, CONFIG, DIGESTS
 from rl_consistency.trainers.run_directory.inputs import flat
-from rl_consistency.trainers.run_directory.step_files import load_rows, read_digests, run_file
+from rl_consistency.trainers.run_directory.step_files import (
+    load_rows,
+    read_changes,
+    read_digests,
+    run_file,
+)
 
 OWN = ("run.name", "run.output_dir")
 """Keys of a recipe that say which run it is."""
@@ -35,6 +40,8 @@ class Run:
     metrics: dict[int, Mapping[str, Any]]
     digests: dict[int, Mapping[str, Any]]
     """Digests by step; a run of an older version has none."""
+    changes: list[tuple[int, str, Any, Any]]
+    """Of the recipe, where the run was resumed: step, key, old and new value."""
 
     @property
     def updates(self) -> int:
@@ -86,6 +93,9 @@ def _compare(args: argparse.Namespace, written: Outputs) -> int:
             print(f"{what}  {name}: {x} != {y}")
         if len(differing) > MOST_LINES:
             print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")
+    for name, run_ in (("A", a), ("B", b)):
+        for step, key, old, new in run_.changes:
+            print(f"{name}  {key}: {old} before step {step}, {new} from it on (--resume)")
     undigested = [step for step in common if step not in a.digests or step not in b.digests]
     if undigested:
         without = [str(r.directory) for r in (a, b) if not r.digests.keys() >= set(undigested)]
@@ -100,6 +110,7 @@ def _compare(args: argparse.Namespace, written: Outputs) -> int:
             "a": str(a.directory),
             "b": str(b.directory),
             **settings,
+            "changes": {"a": a.changes, "b": b.changes},
             "steps": list(common),
             "steps_without_digests": undigested,
             "first_step_that_differs": parted,
@@ -120,8 +131,8 @@ def load_run(directory: Path) -> Run:
     checkpoints = list_checkpoints(directory / CHECKPOINTS)
     entries = unseal(checkpoints[-1] / STATE).get("fingerprint") if checkpoints else None
     digests = read_digests(file) if (file := directory / DIGESTS).exists() else []
-    by_step = ({row["step"]: row for row in each} for each in (rows, digests))
-    return Run(directory, dict(flat(recipe)), entries, *by_step)
+    metrics, made = ({row["step"]: row for row in each} for each in (rows, digests))
+    return Run(directory, dict(flat(recipe)), entries, metrics, made, read_changes(directory))
 
 
 def compare(a: Run, b: Run, step: int) -> list[Quantity]:

@@ -23,7 +23,13 @@ from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES
 from rl_consistency.trainers.run_directory.manifest import listed, require_own, write_own
-from rl_consistency.trainers.run_directory.step_files import Rows, load_rows, read_rows, run_file
+from rl_consistency.trainers.run_directory.step_files import (
+    Rows,
+    load_rows,
+    read_changes,
+    read_rows,
+    run_file,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +69,7 @@ PAGE = """<!DOCTYPE html>
 <body><main>
 <h1>{name}</h1><p>{steps}</p>
 {verdict}
+{changes}
 {sections}
 {samples}
 {summary}
@@ -90,6 +97,7 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
         style=Markup(CSS),
         steps=f"{len(rows)} steps, {rows[0]['step']} to {rows[-1]['step']}",
         verdict=_verdict(rows),
+        changes=_changes(run_dir),
         sections=_sections(run_dir, rows),
         samples=samples_section(run_dir / SAMPLES),
         summary=_summary(run_dir / "summary.json"),
@@ -122,6 +130,16 @@ def _verdict(rows: Rows) -> Markup:
         '<section class="verdict{}"><strong>{}</strong><p>{}</p></section>',
         *(" bad" if bad else "", ours or "Drift was not measured", details),
     )
+
+
+def _changes(run_dir: Path) -> Markup:
+    """What was changed in the recipe where the run was resumed; "" without a change."""
+    if not (found := read_changes(run_dir)):
+        return Markup()
+    lines = [[step, key, _shown(old), _shown(new)] for step, key, old, new in found]
+    table = _table(["from step", "key", "before", "since"], lines, numbers=99)
+    title = "Changes of the recipe on resuming"
+    return markup("<section><h2>{}</h2>{}</section>", title, table)
 
 
 def _sections(run_dir: Path, rows: Rows) -> Markup:

@@ -13,8 +13,9 @@ full disk leaves the previous one whole. Loading it runs none of its files.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ class Checkpoint:
     critic: dict[str, Tensor] | None = None
     """Weights; None without a critic."""
     critic_optimizer: dict[str, Tensor] | None = None
+    changes: tuple[Mapping[str, Any], ...] = ()
+    """What the recipe says otherwise now and may: `key`, `old` and `new` of each."""
 
 
 def save_checkpoint(
@@ -179,18 +182,24 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    path: Path, fingerprint: Fingerprint, *, accepted: str | None = None
+    path: Path,
+    fingerprint: Fingerprint,
+    *,
+    accepted: str | None = None,
+    changeable: Sequence[str] = (),
 ) -> Checkpoint:
     """Read a checkpoint; CheckpointError on damaged files, another fingerprint or another name.
 
-    Entries of the fingerprint whose names begin with `accepted` may differ.
+    Entries of the fingerprint whose names begin with `accepted`, or are `changeable`, may differ.
     """
     state = _read_state(path)
     if path.name != (name := checkpoint_name(state["step"])):
         held = f"{path} holds the checkpoint of step {state['step']}"
         raise CheckpointError(f"{held}: rename it to {name}, or move it out of {path.parent}.")
-    found = fingerprint.difference(Fingerprint(state["fingerprint"]))
-    if difference := [line for line in found if not (accepted and line.startswith(accepted))]:
+    now, then = fingerprint.entries, state["fingerprint"]
+    found = fingerprint.difference(Fingerprint(then))
+    free = (*(f"{key}: " for key in changeable), *([accepted] if accepted else []))
+    if difference := [line for line in found if not line.startswith(free)]:
         mended = all(line.startswith(REWARD_FUNCTION) for line in difference)
         raise CheckpointError(
             f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
@@ -204,7 +213,12 @@ def load_checkpoint(
     given = {name: path / f"{name}.safetensors" for name in _TENSORS}
     tensors = {name: load_file(file) for name, file in given.items() if file.name in state["files"]}
     kept = {name: state[name] for name in ("schedule", "totals", "extra")}
-    return Checkpoint(path, state["step"], load_file(path / WEIGHTS), **tensors, **kept)
+    known = [key for key in changeable if key in now and key in then and now[key] != then[key]]
+    changes = tuple(
+        {"key": key, "old": json.loads(then[key]), "new": json.loads(now[key])} for key in known
+    )
+    weights = load_file(path / WEIGHTS)
+    return Checkpoint(path, state["step"], weights, **tensors, **kept, changes=changes)
 
 
 def strangers(path: Path) -> list[Path]:

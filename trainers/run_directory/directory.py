@@ -42,7 +42,9 @@ from rl_consistency.trainers.run_directory.manifest import (
 LOCK = ".rl_consistency.lock"
 CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
 METRICS, DIGESTS, SAMPLES = "metrics.jsonl", "digests.jsonl", "samples.jsonl"
-FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.html", "drift.png")
+CHANGES = "changes.jsonl"
+ROWS = (METRICS, DIGESTS, SAMPLES, CHANGES)
+FILES = (CONFIG, *ROWS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 NAMES = (*FILES, CHECKPOINTS, REPLAY)
 _OTHER = "choose another directory with --set run.output_dir=DIR"
@@ -201,14 +203,18 @@ def write_config(config: RunConfig) -> None:
     write_own(config.run.output_dir / CONFIG, dump_config(config))
 
 
-def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint:
-    """What a run continues from; RunDirectoryError or CheckpointError where it cannot."""
+def newest_checkpoint(
+    config: RunConfig, fingerprint: Fingerprint, changeable: Sequence[str] = ()
+) -> Checkpoint:
+    """What a run continues from, where only `changeable` keys of its recipe may be others;
+    RunDirectoryError or CheckpointError where it cannot."""
     directory, steps = config.run.output_dir, config.training.steps
     if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
         remedy = "start again with --overwrite, and with training.save_every above 0"
         raise RunDirectoryError(f"{directory} has no complete checkpoint to resume from: {remedy}.")
     accepted = REWARD_FUNCTION if config.reward.accept_changed else None
-    checkpoint = load_checkpoint(checkpoints[-1], fingerprint, accepted=accepted)
+    free = {"accepted": accepted, "changeable": changeable}
+    checkpoint = load_checkpoint(checkpoints[-1], fingerprint, **free)
     if steps < checkpoint.step:
         done = f"the {checkpoint.step} steps that the run in {directory} has done"
         raise RunDirectoryError(f"training.steps: {steps} are fewer than {done}: give as many.")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +39,13 @@ FREE = {
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
 no bit depends on them."""
+CHANGEABLE = (
+    *(f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps")),
+    *("optimizer.min_lr", "optimizer.min_lr_ratio", "optimizer.muon.adamw_learning_rate"),
+    *("algorithm.ppo.critic_learning_rate", "training.steps"),
+)
+"""Keys that may be others when a run is resumed, and then are from there on: moments stay, and the
+rate is that of the new schedule after as many optimizer steps. The run records it."""
 CHECKS = {
     "consistency": {
         *("gradient_check_every", "gradient_check_sequences", "value_check_every"),
@@ -67,9 +75,10 @@ def settings(config: RunConfig) -> dict[str, str]:
     for section, keys in (CHECKS | (SCHEDULING if canonical else {})).items():
         for key in keys:
             tree[section].pop(key, None)
-    if config.optimizer.schedule == "constant":
+    if config.optimizer.schedule.startswith("constant"):
         del tree["training"]["steps"]
-    return dict(flat(tree))
+    eight_bit = config.optimizer.name == "adamw_8bit"
+    return dict(flat(tree)) | ({"bitsandbytes": version("bitsandbytes")} if eight_bit else {})
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:

@@ -19,7 +19,13 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.foreign_files import parse_json_object
-from rl_consistency.trainers.run_directory.directory import DIGESTS, METRICS, SAMPLES, require_kinds
+from rl_consistency.trainers.run_directory.directory import (
+    CHANGES,
+    DIGESTS,
+    METRICS,
+    SAMPLES,
+    require_kinds,
+)
 from rl_consistency.trainers.run_directory.manifest import State, put_on_list, state_of, write_own
 
 
@@ -203,6 +209,8 @@ class StepFiles:
 
     `take_digests` gives those of the step whose metrics are logged, once; {} if there are none.
     `samples` gives its completions that people are shown; may be empty.
+    `changes` of the recipe, each with `key`, `old` and `new`, hold from the next step on; a run
+    that has some keeps them in `changes.jsonl`.
     `resume_from` and errors are those of `RowsFile`; a refusal leaves all files as they were.
     """
 
@@ -212,15 +220,20 @@ class StepFiles:
         resume_from: Mapping[str, Any] | None,
         take_digests: Callable[[], Digests],
         samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
+        changes: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._take_digests, self._shown = take_digests, samples
-        states = resume_from or {}
+        self._take_digests, self._shown, self._changes = take_digests, samples, changes
+        states, kinds = dict(resume_from or {}), {DIGESTS: RowsFile, SAMPLES: RowsFile}
+        if changes or (resume_from is not None and (directory / CHANGES).exists()):
+            states.setdefault(CHANGES, state_of(b""))
+        if CHANGES in states:
+            kinds[CHANGES] = RowsFile
         for name, state in states.items():
             kept_rows(directory / name, state)
         # Metrics last: a step that has them has its digests too.
         self._files = {
             name: kind(directory / name, resume_from=states.get(name))
-            for name, kind in {DIGESTS: RowsFile, SAMPLES: RowsFile, METRICS: MetricsFile}.items()
+            for name, kind in {**kinds, METRICS: MetricsFile}.items()
         }
 
     def state(self) -> dict[str, Any]:
@@ -233,6 +246,8 @@ class StepFiles:
             rows[DIGESTS] = digests
         if samples := self._shown():
             rows[SAMPLES] = {"samples": samples}
+        if self._changes:
+            rows[CHANGES], self._changes = {"changes": [*self._changes]}, ()
         rows[METRICS] = metrics
         log_rows(step, {self._files[name]: row for name, row in rows.items()})
 
@@ -251,6 +266,20 @@ def read_digests(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 raise TypeError(f"{name!r} is neither a digest nor an object of digests")
 
     return read_rows(path, check)
+
+
+def read_changes(run_dir: Path) -> list[tuple[int, str, Any, Any]]:
+    """Step, key, old and new value of what was changed in the recipe where a run was resumed; the
+    new one holds from that step on. ValueError, naming file and line, on a damaged file."""
+
+    def check(row: Mapping[str, Any]) -> None:
+        found = row.get("changes")
+        for change in found if isinstance(found, list) else [None]:
+            if not (isinstance(change, dict) and {"key", "old", "new"} <= change.keys()):
+                raise TypeError('"changes" must be a list of objects with key, old and new')
+
+    rows = read_rows(file, check) if (file := run_dir / CHANGES).is_file() else []
+    return [(row["step"], c["key"], c["old"], c["new"]) for row in rows for c in row["changes"]]
 
 
 Rows = Sequence[Mapping[str, Any]]

@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from rl_consistency.cli import report
+from rl_consistency.cli.main import main
 from rl_consistency.numerics import files
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory import checkpoint, inputs
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.step_files import read_changes
 
 
 @pytest.mark.thorough
@@ -63,14 +67,63 @@ def test_a_run_given_more_steps_ends_as_one_begun_with_them(tiny_run, lasting, d
     assert resumed["parameter_digest"] == summary["parameter_digest"] != short["parameter_digest"]
 
 
-def test_more_steps_under_a_schedule_that_ends_are_refused(tiny_run, finished):
-    finished(**tiny_run.LONG)
-    tiny_run.refused(
-        CheckpointError,
-        r"training\.steps: 8 != 6 \(now != then\)",
-        **tiny_run.LONG | {"training.steps": 8},
-        resume=True,
+RATES = {"optimizer.schedule": "cosine", "training.steps": 4}
+OTHER = {
+    "optimizer.learning_rate": 4e-3,
+    "optimizer.schedule": "linear",
+    "optimizer.min_lr_ratio": 0.25,
+    "training.steps": 5,
+}
+
+
+def test_another_rate_and_schedule_keep_the_moments_and_are_recorded(tiny_run, lasting, capsys):
+    """The steps after are those of a run that was handed the new optimizer by hand."""
+    saves = {"training.save_every": 2, "training.keep_checkpoints": 3}
+    given, changed = {**RATES, **saves}, {**saves, **OTHER}
+    _, whole = tiny_run.of_its_own("whole", **given)
+    tiny_run.directory.joinpath("whole").rename(tiny_run.directory / "run")
+    shutil.rmtree(tiny_run.directory / "run/checkpoints/step_000004")
+    shutil.copytree(tiny_run.directory / "run", tiny_run.directory / "same")
+    said = []
+    _, rows = tiny_run(**changed, resume=True, announce=said.append)
+    assert lasting(rows)[:2] == lasting(whole)[:2] and len(rows) == 5
+    # Linear from 4e-3 to a quarter of it in five steps, of which two are done.
+    shares = [0.25 + 0.75 * (5 - done) / 5 for done in (2, 3, 4)]
+    assert [r["learning_rate"] for r in rows[2:]] == pytest.approx([4e-3 * s for s in shares])
+    assert rows[2]["loss"] == whole[2]["loss"]  # the weights of step 2 are the same
+    moments = load_file(tiny_run.directory / "run/checkpoints/step_000004/optimizer.safetensors")
+    assert {float(v) for k, v in moments.items() if k.endswith(".step")} == {4.0}
+    old = {"optimizer.learning_rate": 0.01, "optimizer.schedule": "cosine"}
+    old |= {"optimizer.min_lr_ratio": 0.0, "training.steps": 4}
+    found = read_changes(tiny_run.directory / "run")
+    assert {key: (step, was, now) for step, key, was, now in found} == {
+        key: (3, old[key], OTHER[key]) for key in OTHER
+    }
+    assert any("learning_rate: 0.01 until now, 0.004 from here on" in line for line in said)
+    page = report.render(tiny_run.directory / "run").read_text()
+    assert "Changes of the recipe" in page and "optimizer.min_lr_ratio" in page
+    # Unchanged a run goes on as if never stopped, and records nothing.
+    _, same = tiny_run.of_its_own("same", **given, resume=True)
+    assert lasting(same) == lasting(whole)
+    assert not (tiny_run.directory / "same" / "changes.jsonl").exists()
+    assert "Changes of" not in report.render(tiny_run.directory / "same").read_text()
+    runs = [str(tiny_run.directory / name) for name in ("same", "run")]
+    assert main(["diff", *runs]) == 1
+    assert (
+        "B  optimizer.schedule: cosine before step 3, linear from it on" in capsys.readouterr().out
     )
+    # What was changed after the checkpoint that a run goes on from is taken back with its steps.
+    for step in (4, 5):
+        shutil.rmtree(tiny_run.directory / f"run/checkpoints/step_{step:06d}")
+    _, again = tiny_run(**given, resume=True)
+    assert lasting(again) == lasting(whole) and read_changes(tiny_run.directory / "run") == []
+
+
+@pytest.mark.parametrize("key", ["optimizer.weight_decay", "optimizer.max_grad_norm"])
+def test_other_keys_of_the_optimizer_are_refused_as_before(tiny_run, finished, key):
+    finished(**{"training.steps": 3})
+    changes = {"training.steps": 4, "optimizer.learning_rate": 1e-3, key: 0.5}
+    tiny_run.refused(CheckpointError, f"fingerprint: {key}: 0.5 != ", **changes, resume=True)
 
 
 def test_fewer_steps_than_are_done_are_refused(tiny_run, finished):
