@@ -54,6 +54,9 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
     its files in `directory`."""
     most = min(config.sampling.max_tokens, MOST_TOKENS)
     buffer = min(config.algorithm.overlong_buffer, most)
+    evaluated = config.training.eval_sampling
+    if evaluated is not None:
+        evaluated = {**evaluated, "max_tokens": min(config.eval_sampling.max_tokens, MOST_TOKENS)}
     changes: dict[str, dict[str, Any]] = {
         "run": {"output_dir": directory},
         "warm_start": {"steps": min(config.warm_start.steps, 1)},
@@ -62,7 +65,7 @@ def reduced(config: RunConfig, directory: Path) -> RunConfig:
             **{"epochs_per_rollout": 1, "overlong_buffer": buffer, "dynamic_sampling": None}
         },
         "optimizer": {"warmup_steps": 0},
-        "training": {"steps": 1, "eval_samples": 1},
+        "training": {"steps": 1, "eval_samples": 1, "eval_sampling": evaluated},
     }
     tree = config.model_dump()
     for name, values in changes.items():

@@ -312,7 +312,7 @@ class ConsistencyHook:
             micro_batch_size=self.micro_batch_size,
         )
         self.stock = total_of([self.stock, shadow.drift])
-        metrics: Metrics = dict(shadow.drift.metrics("stock"))
+        metrics: Metrics = {**shadow.drift.metrics("stock"), **shadow.counts}
         speed = shadow.drift.tokens / shadow.rollout_seconds
         metrics["time/stock_rollout_tokens_per_second"] = speed
         if shadow.training_seconds is not None:

@@ -208,27 +208,28 @@ def _stacked_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
 
 
 def _histogram_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
-    """A square for each step and bin that is not empty; the darker, the more tokens."""
-    histogram = panel.histogram
-    assert histogram is not None
-    names = [*histogram.bins, NOT_FINITE]
+    """A square for each step and bin that is not empty; the darker, the more tokens. Those of the
+    stock path are smaller, on ours."""
+    assert panel.histogram is not None
+    histogram, names = panel.histogram, [*panel.histogram.bins, NOT_FINITE]
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_ylim(-0.7, len(names) - 0.3)
-    found = [
-        (step, place, max(_drawn(count, 1.0), 0.0))
-        for place, name in enumerate(names)
-        for step, count in zip(*series(rows, f"consistency/{histogram.name}/count/{name}"))
-    ]
-    if not found:
-        return
-    steps, places, counts = zip(*found)
-    most = math.log1p(max(*counts, 1.0))
-    shades = [0.25 + 0.75 * math.log1p(count) / most for count in counts]
-    bases = [BAD if place == len(names) - 1 else OURS for place in places]
-    colors = [*map(to_rgba, bases, shades)]
     # About as wide as a step.
-    size = min(max(480 / len(rows), 2.0), 11.0) ** 2
-    axes.scatter(steps, places, s=size, c=colors, marker="s", linewidths=0)
+    width = min(max(480 / len(rows), 2.0), 11.0)
+    for side, color, size in (("consistency", OURS, width), ("stock", STOCK, 0.6 * width)):
+        found = [
+            (step, place, max(_drawn(count, 1.0), 0.0))
+            for place, name in enumerate(names)
+            for step, count in zip(*series(rows, f"{side}/{histogram.name}/count/{name}"))
+        ]
+        if not found:
+            continue
+        steps, places, counts = zip(*found)
+        most = math.log1p(max(*counts, 1.0))
+        shades = [0.25 + 0.75 * math.log1p(count) / most for count in counts]
+        bases = [BAD if place == len(names) - 1 else color for place in places]
+        colors, label = [*map(to_rgba, bases, shades)], "stock" if side == "stock" else ""
+        axes.scatter(steps, places, s=size**2, c=colors, marker="s", linewidths=0, label=label)
     named = histogram.bins.index(f"{histogram.exact:g}")
     axes.axhspan(named - 0.5, named + 0.5, color=OURS, alpha=0.07, linewidth=0)
 

@@ -67,7 +67,7 @@ def log_file(run: wandb.Run, path: Path, kind: str) -> None:
 def _bars(histogram: Histogram, counts: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """Counts and finite edges, as `wandb.Histogram` takes them."""
     bars = np.asarray([counts.get(name, 0) for name in histogram.bins])
-    if histogram is ABS_DIFF:
+    if histogram.exact == ABS_DIFF.exact:
         # A linear axis has no room for decades: the edges are logarithms.
         edges = [math.log10(edge) for edge in histogram.edges[1:-1]]
         return bars, np.asarray([_LIKE_ZERO - 1, _LIKE_ZERO, *edges, 1.0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -30,6 +30,13 @@ class Histogram:
     """Ascending, `exact` among them. A bin holds its lower edge, but for `exact`."""
     wandb: str
     """The name that wandb draws it by."""
+    side: str = "consistency"
+    """Prefix of its metrics."""
+
+    @property
+    def of_stock(self) -> Histogram:
+        """The same of the stock path."""
+        return replace(self, side="stock", wandb=self.wandb.replace(self.side, "stock", 1))
 
     @property
     def bins(self) -> list[str]:
@@ -70,13 +77,15 @@ RATIO = Histogram(
 HISTOGRAMS = (ABS_DIFF, RATIO)
 
 
-def drift_histograms(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> dict[str, int]:
+def drift_histograms(
+    rollout: Sequence[Tensor], training: Sequence[Tensor], side: str = "consistency"
+) -> dict[str, int]:
     """The counts of |training - rollout| and of exp(training - rollout), by metric name."""
     d = torch.cat([t.detach().cpu().double() for t in training])
     d = d - torch.cat([t.detach().cpu().double() for t in rollout])
     values = {ABS_DIFF: d.abs(), RATIO: d.exp()}
     return {
-        f"consistency/{histogram.name}/count/{name}": count
+        f"{side}/{histogram.name}/count/{name}": count
         for histogram, of in values.items()
         for name, count in histogram.counts(of).items()
     }
@@ -88,9 +97,9 @@ def split_counts(
     """Metrics without counts, and the counts of each histogram that was measured."""
     rest = dict(metrics)
     found: dict[Histogram, dict[str, int]] = {}
-    for histogram in HISTOGRAMS:
+    for histogram in (*HISTOGRAMS, *(ours.of_stock for ours in HISTOGRAMS)):
         for name in (*histogram.bins, NOT_FINITE):
-            count = rest.pop(f"consistency/{histogram.name}/count/{name}", None)
+            count = rest.pop(f"{histogram.side}/{histogram.name}/count/{name}", None)
             if isinstance(count, int | float):
                 found.setdefault(histogram, {})[name] = int(count)
     return rest, found

@@ -129,7 +129,10 @@ critic_digest  last  digest of the critic's weights after the step
         **_table("rollout/weights_digest  last  `model_digest` of the weights after the step"),
     },
     "Stock path on the same tokens, where `consistency.shadow_every` is set": _table(
-        _DRIFT, "stock/"
+        f"""{_DRIFT}logprob_abs_diff/count/*  last  its tokens in this bin
+importance_ratio/count/*  last  its tokens in this bin
+""",
+        "stock/",
     ),
     "Drift as other trainers define it, where `tracking.metrics_of` names them": _table("""
 sampling/sampling_logp_difference/mean  last  TRL: mean |training - rollout|
@@ -243,14 +246,14 @@ class Panel(NamedTuple):
     def keys(self) -> tuple[str, ...]:
         """The metrics it needs, by their names in wandb."""
         if self.histogram is not None:
-            return (self.histogram.wandb,)
+            return self.histogram.wandb, self.histogram.of_stock.wandb
         return (WORST_TOKENS,) if self.kind == "table" else tuple(c.key for c in self.curves)
 
     @property
     def trl_keys(self) -> tuple[str, ...]:
         """The same where `attach` is in a trainer of TRL."""
         if not self.curves:
-            return self.keys
+            return self.keys[:1]
         named = {**_TRL, **{k: f"train/{k}" for k in self.keys if k.startswith("consistency/")}}
         return tuple(named[key] for key in self.keys if key in named)
 

@@ -7,7 +7,7 @@ does). Both take the logit less the logsumexp in fp32, as TRL does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -24,6 +24,7 @@ from rl_consistency.models.stock import selective_log_softmax
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.drift import DriftReport, compare_logprobs
 from rl_consistency.parity.gradients import gradients_kept
+from rl_consistency.parity.histograms import drift_histograms
 
 SHARE_FOR_LOGITS = 0.25
 """Most of a GPU's free memory that the logits of one stock call may take."""
@@ -39,6 +40,8 @@ class StockShadow:
 
     drift: DriftReport
     """Stock decoding against stock scoring, over all completion tokens; their experts too."""
+    counts: Mapping[str, int]
+    """Their histograms, by metric."""
     rollout_seconds: float
     """Decoding of all completions, without sampling."""
     training_seconds: float | None
@@ -92,6 +95,7 @@ def shadow_stock_path(
     routing = (experts[0], experts[1]) if experts[0] else None
     return StockShadow(
         drift=compare_logprobs(decoded, scored, routing=routing),
+        counts=drift_histograms(decoded, scored, "stock"),
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )

@@ -46,7 +46,7 @@ def test_the_page_of_a_trl_run_has_its_names(capsys):
     text = capsys.readouterr().out
     for key in ("train/consistency/mismatch_fraction", "train/grad_norm", WORST_TOKENS):
         assert f'"{key}"' in text
-    assert '"train/stock' not in text and '"reward/mean"' not in text
+    assert '"train/stock' not in text and '"stock/' not in text and '"reward/mean"' not in text
     assert [panel.title for panel in PANELS if not panel.trl_keys] == ["Tokens per second"]
 
 

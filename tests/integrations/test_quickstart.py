@@ -11,9 +11,11 @@ pytest.importorskip("trl", reason="trl is an optional extra")
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig
+from trl import RLOOConfig, RLOOTrainer
 
+from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.numerics.masters import MasterAdamW
-from tests.integrations.trainers import loaded
+from tests.integrations.trainers import grpo, loaded, logged, quick_at
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
@@ -99,8 +101,60 @@ def test_grpo_trains_without_a_differing_token(quick_start, caplog):
     assert not any(torch.equal(*pair) or pair[1].dtype != torch.float32 for pair in pairs)
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer"])
+@pytest.mark.parametrize("name", quick_at("DPO", {"SFT": "SFTTrainer", "DPO": "DPOTrainer"}))
 def test_given_data_is_learned_from(name, quick_start):
     trainer = quick_start(name)["trainer"]
     assert trainer.state.global_step == 3 and trainer.state.log_history[-1]["train_loss"] > 0
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.fixture
+def named(directory, tmp_path, monkeypatch):
+    """Trainers of a model that is given by its name, with TRL's default of bf16."""
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+
+    def made(folder=".", **options):
+        return grpo(directory, tmp_path / folder, model=str(directory), bf16=None, **options)
+
+    return made
+
+
+def test_the_reference_is_rounded_too_and_both_are_given_back(named, attach):
+    trainer = named(config=RLOOConfig, trainer=RLOOTrainer, max_steps=1)
+    trainer.evaluate()  # under autocast, which accelerate then keeps in the model's forward
+    with attach(trainer, check_gradients_every=1):
+        trainer.train()
+    assert logged(trainer, "consistency/mismatched_tokens") == [0] and logged(trainer, "kl") == [0]
+    weights = [*trainer.model.parameters(), *trainer.ref_model.parameters()]
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    assert trainer.accelerator.native_amp
+
+
+def test_what_is_refused_rounds_no_weight(named, attach):
+    trainer = named(optim="sgd")
+    with pytest.raises(ValueError, match="optim='sgd' for a model in torch.bfloat16.*bf16=False"):
+        attach(trainer)
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    assert trainer.accelerator.native_amp
+
+
+def test_a_forward_under_autocast_is_refused(named, attach):
+    """Negative control of leaving it out."""
+    trainer = named()
+    attach(trainer)
+    trainer.accelerator.native_amp = True
+    with pytest.raises(UnsupportedModelError, match="accelerate.*leave the model to .*attach"):
+        trainer.train()
+
+
+@pytest.mark.thorough
+def test_a_resumed_run_ends_with_the_same_masters(named, attach, tmp_path):
+    def run(folder, **options):
+        trainer = named(folder, save_strategy="steps", save_steps=2, max_steps=3)
+        attach(trainer)
+        trainer.train(**options)
+        return trainer.optimizer.optimizer._masters
+
+    whole = run("a")
+    resumed = run("b", resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert all(map(torch.equal, whole, resumed))

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("trl", reason="trl is an optional extra")
 
 import torch
-from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+from accelerate import Accelerator
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -59,6 +60,23 @@ def test_sft_reads_these_fields_of_the_fused_output():
     read = set(re.findall(r"outputs\.(\w+)", source)) - {"aux_loss"}
     assert read == {"log_probs", "label_mask", "entropy", "is_top1"}
     assert read <= {field.name for field in fields(FusedCausalLMOutput)}
+
+
+def test_dpo_scores_by_the_fused_head_and_reads_these_fields_of_it():
+    source = inspect.getsource(DPOTrainer._compute_loss)
+    assert "outputs = model(**model_kwargs, labels=labels, fused_lm_head=True)" in source
+    assert "ref_outputs = self.ref_model(**ref_model_kwargs, labels=labels, fused" in source
+    read = set(re.findall(r"\boutputs\.(\w+)", source)) - {"aux_loss", "log_sum_sq_probs"}
+    assert read == {"log_probs", "entropy", "mean_logits", "is_top1"}
+    assert "self._compute_loss(model, inputs" in inspect.getsource(DPOTrainer.compute_loss)
+
+
+def test_all_autocast_of_accelerate_is_under_one_attribute():
+    for method in (Accelerator.autocast, Accelerator.prepare_model):
+        asked = re.findall(
+            r"get_mixed_precision_context_manager\((\S+),", inspect.getsource(method)
+        )
+        assert asked == ["self.native_amp"]
 
 
 def test_the_fused_head_is_a_forward_on_the_instance(directory):

@@ -5,12 +5,14 @@ import json
 import shutil
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.config.sections import BuildSection
+from rl_consistency.trainers.data.examples import examples_of, jsonl_rows
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run import train
@@ -69,6 +71,11 @@ RECIPE = {
     "training": {"steps": 3},
     "tracking": {"console": False},
 }
+
+
+def read_jsonl(path, *, limit=None, **fields):
+    """The examples of a JSONL file."""
+    return examples_of(jsonl_rows(Path(path), limit), **fields)
 
 
 class TinyRun:

@@ -117,6 +117,10 @@ def test_a_step_without_drift_has_the_promised_names_and_reads_zero(make_hook, m
         "consistency/importance_ratio/count/1",
     }
     expected |= {f"stock/{name}" for name in FIGURES}
+    counts = {name: metrics.pop(name) for name in list(metrics) if name.startswith("stock/logprob")}
+    metrics |= {name: counts.pop(name) for name in list(counts) if "/count/" not in name}
+    ratios = [metrics.pop(n) for n in list(metrics) if n.startswith("stock/importance_ratio/count")]
+    assert sum(counts.values()) == sum(ratios) == 54 and len(counts) > 1
     assert {name for name in metrics if not name.startswith("time/")} == expected
     assert metrics["consistency/tokens"] == metrics["stock/tokens"] == 54
     assert metrics["consistency/mismatched_tokens"] == metrics["consistency/ulp/max"] == 0

@@ -11,6 +11,7 @@ ELSEWHERE = {"consistency/schedule_audit"}
 
 def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     masked = {"tracking.metrics_of": list(DEFINITIONS), "algorithm.overlong": "mask"}
+    masked |= {"algorithm.dynamic_sampling": {"max_rounds": 1}}
     _, rows = tiny_run(**tiny_run.LONG, **masked)
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.05, "training.steps": 1}
     checks = {f"consistency.{name}_check_every": 1 for name in ("value", "gradient")}

@@ -66,18 +66,6 @@ Rows = Iterable[tuple[str, Mapping[str, Any]]]
 """The rows of a data set, each with its place."""
 
 
-def read_jsonl(path: str | Path, *, limit: int | None = None, **fields: Any) -> list[Example]:
-    """`examples_of` the first `limit` lines of a JSONL file.
-
-    Raises DataError also on what is no file or an empty one, and on a line that is blank, longer
-    than 16 MiB, or no JSON object (see `parse_json`).
-    """
-    examples = examples_of(jsonl_rows(Path(path), limit), **fields)
-    if not examples:
-        raise DataError(f"{path} is empty: it needs one JSON object per line")
-    return examples
-
-
 def examples_of(
     rows: Rows,
     *,
@@ -114,7 +102,12 @@ def examples_of(
 
 
 def jsonl_rows(path: Path, limit: int | None = None) -> Rows:
-    """The objects of a file of JSON lines; errors of `read_jsonl`."""
+    """The objects of the first `limit` lines of a file of JSON lines.
+
+    Raises DataError on what is no file or an empty one, and on a line that is blank, longer than 16
+    MiB, or no JSON object (see `parse_json`).
+    """
+    place = ""
     for index, line in enumerate(islice(_lines(path), limit)):
         place = f"{path}, line {index + 1}"
         if not line.strip():
@@ -123,6 +116,8 @@ def jsonl_rows(path: Path, limit: int | None = None) -> Rows:
             yield place, parse_json_object(line)
         except ValueError as error:
             raise DataError(f"{place}: {error}") from error
+    if not place:
+        raise DataError(f"{path} is empty: it needs one JSON object per line")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -34,7 +34,10 @@ FREE = {
         *("eval_path", "eval_split", "eval_sets"),
     },
     "training": {"save_every", "keep_checkpoints", "strategy"},
-    "reward": {"timeout", "accept_changed", "folder"},
+    "reward": {
+        **dict.fromkeys(("timeout", "accept_changed", "folder"), True),
+        "functions": {"__all__": {"model"}},
+    },
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rl_consistency.trainers.data import prompts
-from rl_consistency.trainers.data.examples import DataError, Example, read_jsonl
+from rl_consistency.trainers.data.examples import DataError, Example
 from rl_consistency.trainers.data.prompts import all_templated, require_template, templated
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.step_files import read_rows
+from tests.trainers.conftest import read_jsonl
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'other' %}{{ raise_exception('no such role') }}"

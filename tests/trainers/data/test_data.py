@@ -15,8 +15,8 @@ from rl_consistency.trainers.data.examples import (
     encode_prompt,
     epoch_order,
     keyed_integer,
-    read_jsonl,
 )
+from tests.trainers.conftest import read_jsonl
 
 EXAMPLE = Example(id=7, prompt="abcdefgh", answer="x", target="x")
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import shutil
 import sys
 
 import pytest
@@ -198,13 +199,13 @@ def test_a_run_learns_from_a_reward_model_and_is_resumed_with_the_same_alone(
     _, (row,) = tiny_run(**changes)
     score, varied = row[f"reward/{classifier.name}"], row["reward/toy_rewards:varied"]
     assert row["reward/mean"] == pytest.approx(2 * score + varied)
+    moved = shutil.copytree(classifier, tmp_path / "elsewhere" / classifier.name)
+    changes["reward.functions"] = [{**functions[0], "model": str(moved)}, functions[1]]
+    tiny_run(**changes | {"training.steps": 2}, resume=True)
     text = (classifier / "config.json").read_text()
-    (classifier / "config.json").write_text(re.sub('"rms_norm_eps": .*,', "", text))
-    try:
-        with pytest.raises(CheckpointError, match=f"reward function {classifier.name}: "):
-            tiny_run(**changes, resume=True)
-    finally:
-        (classifier / "config.json").write_text(text)
+    (moved / "config.json").write_text(re.sub('"rms_norm_eps": .*,', "", text))
+    with pytest.raises(CheckpointError, match=f"reward function {classifier.name}: "):
+        tiny_run(**changes | {"training.steps": 2}, resume=True)
 
 
 def test_a_directory_without_a_trained_head_is_no_reward_model(tiny_run):
