@@ -94,6 +94,7 @@ def token_advantages(
 
     With `kl`, logprob - reference_logprob of each token, a token earns `coefficient` times that
     less; where advantages are not of tokens, a completion earns the sum of it less.
+    A NaN is no reward: all advantages of that completion are 0, and others do not depend on it.
     Source: REINFORCE++ (arXiv 2501.03262, equations 3 to 5).
 
     Raises: ValueError as `group_advantages` does, but for reinforce_plus_plus, which has no groups.
@@ -104,17 +105,28 @@ def token_advantages(
         given = [token_rewards(v, part, coefficient) for v, part in zip(values, shares)]
         returns = [
             generalized_advantages(earned, [0.0] * len(earned), gamma=1.0, gae_lambda=1.0)
-            for earned in given
+            for earned, value in zip(given, values)
+            if not math.isnan(value)
         ]
-        return [torch.tensor(part, dtype=torch.float32) for part in whitened(returns)]
+        return _whitened_where_rewarded(values, lengths, returns)
     if kl is not None:
         values = [v - coefficient * math.fsum(part) for v, part in zip(values, kl, strict=True)]
     if kind == "reinforce_plus_plus_baseline":
-        centred = _centred(values, group_size, "dr_grpo")
-        parts = whitened([[value] * n for value, n in zip(centred, lengths, strict=True)])
-        return [torch.tensor(part, dtype=torch.float32) for part in parts]
+        triples = zip(_centred(values, group_size, "dr_grpo"), values, lengths, strict=True)
+        parts = [[centred] * n for centred, value, n in triples if not math.isnan(value)]
+        return _whitened_where_rewarded(values, lengths, parts)
     advantages = group_advantages(values, group_size, kind=kind)
     return [value.repeat(n) for value, n in zip(advantages, lengths, strict=True)]
+
+
+def _whitened_where_rewarded(
+    rewards: Sequence[float], lengths: Sequence[int], parts: Sequence[Sequence[float]]
+) -> list[Tensor]:
+    """`parts`, of the completions that have a reward, whitened, and zeros of the others."""
+    found = iter(whitened(parts) if parts else [])
+    pairs = zip(rewards, lengths, strict=True)
+    each = [[0.0] * length if math.isnan(reward) else next(found) for reward, length in pairs]
+    return [torch.tensor(part, dtype=torch.float32) for part in each]
 
 
 def generalized_advantages(

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -73,7 +75,10 @@ def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     for of_device in pieces.values():
         for (name, _, _), found in zip(of_device, _sums(of_device), strict=True):
             sums[name] = [(a + b) & _MASK for a, b in zip(sums[name], found, strict=True)]
-    listed = [[name, *entries[name], *sums[name]] for name in sorted(entries)]
+    return _digest_of([[name, *entries[name], *sums[name]] for name in sorted(entries)])
+
+
+def _digest_of(listed: list[list[Any]]) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
@@ -172,23 +177,107 @@ def words_sums(words: list[Tensor], firsts: list[int]) -> list[list[int]]:
 
     No piece is empty. All lie on one device, and the host waits for it once.
     """
-    device, host = words[0].device, torch.device("cpu")
-    addresses = torch.tensor([piece.data_ptr() for piece in words], device=host)
-    lengths = torch.tensor([len(piece) for piece in words], device=host)
-    counts = (lengths + SPAN - 1) // SPAN
-    piece = torch.repeat_interleave(counts)
-    start = (torch.arange(len(piece), device=host) - (counts.cumsum(0) - counts)[piece]) * SPAN
-    spans = torch.stack(
-        [
-            addresses[piece] + WORD_BYTES * start,
-            (lengths[piece] - start).clamp(max=SPAN),
-            torch.tensor(firsts, device=host)[piece] + start,
-        ],
-        dim=1,
-    ).to(device)
-    sums = torch.empty(len(spans), 2, dtype=torch.int64, device=device)
-    aligned = not (addresses % LINE_BYTES).any()
-    with torch.cuda.device_of(spans):
-        words_kernel[(len(spans),)](spans, sums, ALIGNED=aligned, TILE=TILE, num_warps=4)
-    totals = torch.zeros(len(words), 2, dtype=torch.int64, device=host)
-    return totals.index_add_(0, piece, sums.cpu()).tolist()
+    addresses, lengths = [piece.data_ptr() for piece in words], [len(piece) for piece in words]
+    return PlacedWords(addresses, lengths, firsts, words[0].device).launch().read().tolist()
+
+
+def fit(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors may be read by their addresses: whole words on one GPU, without gaps."""
+    if not tensors or not tensors[0].is_cuda:
+        return False
+    device = tensors[0].device
+    return all(
+        x.device == device
+        and x.is_contiguous()
+        and 0 < x.nbytes <= MAX_BYTES
+        and not (x.nbytes % WORD_BYTES or x.data_ptr() % WORD_BYTES)
+        for x in tensors
+    )
+
+
+class PlacedWords:
+    """Pieces of int32 words [P] at addresses on one device, which it does not keep alive: `launch`
+    reads what lies there then. Lengths are in words, and none is 0."""
+
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        lengths: Sequence[int],
+        firsts: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        # The caller may have set a default device.
+        host = torch.device("cpu")
+        places, words, indices = (
+            torch.tensor(numbers, dtype=torch.int64, device=host)
+            for numbers in (addresses, lengths, firsts)
+        )
+        counts = (words + SPAN - 1) // SPAN
+        self._piece = piece = torch.repeat_interleave(counts)
+        of_piece = (counts.cumsum(0) - counts)[piece]
+        start = (torch.arange(len(piece), device=host) - of_piece) * SPAN
+        begins, left = places[piece] + WORD_BYTES * start, words[piece] - start
+        table = torch.stack([begins, left.clamp(max=SPAN), indices[piece] + start], dim=1)
+        if device.type == "cuda":  # a copy that does not wait for the work queued there
+            table = table.pin_memory().to(device, non_blocking=True)
+        self._spans = table
+        self._aligned = not (places % LINE_BYTES).any()
+
+    def launch(self) -> ComingSums:
+        """Queue the sums on the current stream."""
+        spans = self._spans
+        sums = torch.empty(len(spans), 2, dtype=torch.int64, device=spans.device)
+        with torch.cuda.device_of(spans):
+            words_kernel[(len(spans),)](spans, sums, ALIGNED=self._aligned, TILE=TILE, num_warps=4)
+            return ComingSums(sums, self._piece)
+
+
+class ComingSums:
+    """Sums that were queued."""
+
+    def __init__(self, sums: Tensor, piece: Tensor) -> None:
+        self._piece, self._done = piece, None
+        if sums.is_cuda:
+            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            sums = host.copy_(sums, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        self._sums = sums
+
+    def are_there(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._done is None or self._done.query()
+
+    def read(self) -> Tensor:
+        """Both sums of each piece, modulo 2**64, [P, 2] int64 on the host; waits for the device."""
+        if self._done is not None:
+            self._done.synchronize()
+        count = int(self._piece[-1]) + 1
+        totals = torch.zeros(count, 2, dtype=torch.int64, device=self._sums.device)
+        return totals.index_add_(0, self._piece, self._sums)
+
+
+class PlacedDigest:
+    """`weights_digest` of tensors that `fit`, for as long as they keep their places: one launch,
+    and no wait before the digest is asked for. It does not keep their memory."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        ordered = sorted(named, key=lambda entry: entry[0])
+        self._entries = [[name, str(x.dtype), list(x.shape)] for name, x in ordered]
+        addresses = [x.data_ptr() for _, x in ordered]
+        lengths = [x.nbytes // WORD_BYTES for _, x in ordered]
+        device = ordered[0][1].device
+        self._words = PlacedWords(addresses, lengths, [0] * len(ordered), device)
+        self._last: tuple[list[list[int]], str] = [], ""
+
+    def launch(self) -> Callable[[], str]:
+        """Queue the reading of all tensors; what is returned waits for it, and gives the digest."""
+        return partial(self._of, self._words.launch())
+
+    def _of(self, coming: ComingSums) -> str:
+        sums = coming.read().tolist()
+        if sums != self._last[0]:
+            unsigned = [[number & _MASK for number in both] for both in sums]
+            listed = [[*entry, *s] for entry, s in zip(self._entries, unsigned, strict=True)]
+            self._last = sums, _digest_of(listed)
+        return self._last[1]

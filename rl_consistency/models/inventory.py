@@ -61,7 +61,10 @@ _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_im
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 _ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))
 
-UNWATCHED = {"training", "_rotary_table", *_CHECKPOINTING, *_ZERO_3_COUNTERS}
+STATELESS = {"training", *_ZERO_3_COUNTERS}
+"""Attributes that no forward without checkpoints depends on."""
+
+UNWATCHED = {*STATELESS, "_rotary_table", *_CHECKPOINTING}
 """Attributes that come and go while a patched model works."""
 
 

@@ -230,7 +230,8 @@ def packed_inputs(
         raise ValueError(
             f"the patched forward was given {given}; it takes input_ids, attention_mask and "
             "position_ids. To decode with a cache use RolloutEngine, for logprobs token_logprobs, "
-            "for a trainer attach, all of rl_consistency; or restore() the stock model."
+            "for a trainer attach, all of rl_consistency; or the stock model, inside "
+            "session.stock() or, after attach, attachment.stock()."
         )
     batch = pack_padded(input_ids, attention_mask, position_ids)
     found = list(itertools.accumulate(batch.packed.layout.query_lens, initial=0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from rl_consistency.models.modules import (
 )
 from rl_consistency.models.packing import PackedBatch, refuse_transforms
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
+from rl_consistency.models.snapshot import Snapshot
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import (
     numeric_settings,
@@ -76,6 +77,7 @@ class PatchSession(AbstractContextManager["PatchSession"]):
         self._in_stock = False
         self._shared: list[tuple[str, str, nn.Module]] = []
         self._watch: ForwardWatch | None = None
+        self._snapshot: Callable[[], Snapshot | None] = lambda: None  # of the last sound state
         # The last states that were found without a fault; a sharded model changes between some.
         self._sound: deque[ForwardState] = deque(maxlen=4)
         self._settings = ExitStack()
@@ -145,6 +147,9 @@ class PatchSession(AbstractContextManager["PatchSession"]):
     def faults(self) -> list[Fault]:
         """What was changed since the patch and cannot be honoured; see `models/inventory.py`. It
         looks closer only where the state of the forward is none of the last sound ones."""
+        if (snapshot := self._snapshot()) is not None and snapshot.holds():
+            return []
+        self._snapshot = lambda: None
         if self._watch is None or (now := self._watch.read()) not in self._sound:
             found = faults(self.model, patched=True)
             if found:
@@ -173,6 +178,16 @@ class PatchSession(AbstractContextManager["PatchSession"]):
                 "the change, or restore() the session and patch again."
             )
         return self._sound[-1]
+
+    def snapshot(self) -> Snapshot:
+        """What the forward reads now, for the caller to keep: as long as somebody does, and it
+        holds, checks cost a fraction. Errors are those of `check`."""
+        if (kept := self._snapshot()) is None:
+            kept = Snapshot(self.model)
+            self.check()
+            if kept.holds():  # so it is of the state that was checked
+                self._snapshot = weakref.ref(kept)
+        return kept
 
     def check_forward(self) -> ForwardState:
         """`check`, and under gradients that no module with trained weights is at two places;
@@ -347,11 +362,16 @@ def patch(
 
 def patched_session(model: nn.Module) -> PatchSession:
     """The live session of a model, or of that in wrappers; errors: see `PatchSession.check`."""
+    return forward_path(model)[0]
+
+
+def forward_path(model: nn.Module) -> tuple[PatchSession, ForwardState]:
+    """What a patched model's forward pass runs, without the values of its weights; errors are those
+    of `PatchSession.check`."""
     session = _SESSIONS.get(unwrapped(model))
     if session is None:
         raise ValueError(NOT_PATCHED)
-    session.check()
-    return session
+    return session, session.check()
 
 
 def patched_part(model: nn.Module, name: str) -> Any:

@@ -69,7 +69,7 @@ def through(
         return run()
     if model is not policy or is_fsdp(policy):
         return model(run=run)
-    if dist.is_initialized() and any(map(is_shard, policy.parameters())):
+    if dist.is_initialized() and has_shards(policy):
         raise ValueError(
             "the policy's parameters are shards: give the DeepSpeed engine, or enter "
             "whole_weights(model) on every rank. Plans of transformers are not covered."
@@ -96,9 +96,33 @@ def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), own)
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The model and all modules below it, each once: `model.modules()` in another order, in a tenth
+    of its time."""
+    found = dict[int, nn.Module]()
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            left += module._modules.values()
+    return [*found.values()]
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Parameters of all modules, one at two places twice; see `modules_of`."""
+    found = [x for module in modules_of(model) for x in module._parameters.values()]
+    return [parameter for parameter in found if parameter is not None]
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters are replaced, or emptied, between calls of the modules."""
-    return any(map(is_fsdp, model.modules())) or has_zero3(model)
+    return any(map(is_fsdp, modules_of(model))) or has_zero3(model)
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Whether a parameter's values are spread over the ranks now."""
+    return any(map(is_shard, parameters_of(model)))
 
 
 def is_shard(parameter: Tensor) -> bool:
@@ -136,4 +160,4 @@ def _wrapper_of(policy: nn.Module) -> str | None:
 
 def has_zero3(model: nn.Module) -> bool:
     """Whether ZeRO-3 keeps shards of the parameters."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return any(hasattr(parameter, "ds_id") for parameter in parameters_of(model))

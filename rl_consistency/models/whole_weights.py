@@ -13,10 +13,12 @@ from torch import nn
 
 from rl_consistency.models.sharding import (
     WHOLE,
+    has_shards,
     has_zero3,
     is_fsdp,
-    is_shard,
+    modules_of,
     of_a_library,
+    parameters_of,
     unwrapped,
 )
 
@@ -37,7 +39,7 @@ def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
         yield policy
         return
     with ExitStack() as stack:
-        if any(map(is_shard, policy.parameters())):
+        if has_shards(policy):
             gathered = _gathered_by_zero3 if has_zero3(policy) else _unsharded
             stack.enter_context(gathered(policy))
         stack.enter_context(_no_library_hooks(policy))
@@ -76,8 +78,8 @@ def _no_library_hooks(policy: nn.Module) -> Iterator[None]:
     """Take off the hooks that would gather and free parameters, or reduce gradients."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     kinds = ("_forward_pre_hooks", "_forward_hooks")
-    of_modules = [vars(module)[kind] for module in policy.modules() for kind in kinds]
-    of_parameters = [parameter._post_accumulate_grad_hooks for parameter in policy.parameters()]
+    of_modules = [vars(module)[kind] for module in modules_of(policy) for kind in kinds]
+    of_parameters: list[Any] = [x._post_accumulate_grad_hooks for x in parameters_of(policy)]
     for hooks in filter(None, [*of_modules, *of_parameters]):
         if any(map(of_a_library, hooks.values())):
             taken.append((hooks, dict(hooks)))

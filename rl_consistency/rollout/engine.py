@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from rl_consistency.models.patch import patched_session
-from rl_consistency.models.sharding import is_shard, unwrapped
+from rl_consistency.models.sharding import has_shards, unwrapped
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
@@ -435,14 +435,15 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None, sequences: Sequence[RolloutSequence]) -> None:
         """Start work: new counters, and no cached key of other weights."""
-        if any(map(is_shard, self._model.parameters())):
+        if has_shards(self._model):
             raise ValueError(
                 "the model's parameters are shards: enter whole_weights(model) on every rank, "
                 "around all of the rollout, or use generate."
             )
-        self._runner.begin(withdrawals := self._weights.withdrawals())
+        withdrawals, path = self._weights.withdrawals(), self._weights.look()
+        self._runner.begin(withdrawals, path)
         self._kernels.compile_for(sequences)
-        if self._weights.take_over(weights_digest, withdrawals):
+        if self._weights.take_over(weights_digest, withdrawals, path):
             self._blocks.reset()
         self._loop = self._new_loop()
         self._requests.restart()

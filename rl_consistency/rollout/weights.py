@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.kernels.reduction.weights_digest import weights_digest
+from rl_consistency.kernels.reduction.weights_digest import PlacedDigest, fit, weights_digest
 from rl_consistency.models.inventory import ForwardState
-from rl_consistency.models.patch import PatchSession, patched_session
+from rl_consistency.models.patch import PatchSession, forward_path
+from rl_consistency.models.sharding import is_sharded
+from rl_consistency.models.snapshot import Snapshot
 from rl_consistency.models.whole_weights import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import verify_settings
@@ -46,11 +48,8 @@ def _weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     yield from (named for named in policy.named_buffers() if not named[0].endswith("inv_freq"))
 
 
-def forward_path(model: Any) -> tuple[PatchSession, ForwardState]:
-    """What a patched model's forward pass runs, without the values of its weights; errors are those
-    of `PatchSession.check`."""
-    session = patched_session(model)
-    return session, session.check()
+ForwardPath = tuple[PatchSession, ForwardState]
+"""See `models.patch.forward_path`."""
 
 
 class _Origin(NamedTuple):
@@ -58,8 +57,18 @@ class _Origin(NamedTuple):
 
     digest: str
     strictness: Strictness
-    path: tuple[PatchSession, ForwardState]
+    path: ForwardPath
     withdrawals: int  # of library products
+
+
+class _Placed(NamedTuple):
+    """A model's weights where they lie."""
+
+    snapshot: Snapshot
+    addresses: list[object]
+    weights: list[tuple[str, Tensor]]
+    digest: PlacedDigest | None  # None: other tensors than it reads
+    is_lent: bool  # by the ranks that have the weights, for one rollout
 
 
 class WeightsWatch:
@@ -75,6 +84,8 @@ class WeightsWatch:
         self._held: _Origin | None = None  # of the rollout under way, else of the last
         self._withdrawals = audit.withdrawals()
         self._steps: StepWatch | None = None  # of the rollout under way
+        self._placed: _Placed | None = None
+        self._begun: Callable[[], str] = lambda: ""  # of the rollout that is about to begin
         self._drawn = random.Random()  # of its own: the user's random numbers stay as they are
         self._num_steps = self._next_digest = 0
         self._looks_at_all = False
@@ -99,17 +110,30 @@ class WeightsWatch:
             )
         return self._withdrawals
 
-    def take_over(self, given: str | None, withdrawals: int) -> bool:
-        """Look at the model before a rollout; True if nothing cached before may be used: after any
-        change, and always while modules have hooks.
+    def look(self) -> ForwardPath:
+        """Look at the model before a rollout, and begin to read its weights."""
+        path = forward_path(self._model)
+        snapshot = path[0].snapshot()
+        addresses, placed = snapshot.addresses(), self._placed
+        if placed is None or placed.snapshot is not snapshot or placed.addresses != addresses:
+            weights = list(_weights(self._model))
+            fits = fit([tensor for _, tensor in weights])
+            digest = PlacedDigest(weights) if fits else None
+            lent = is_sharded(self._model)
+            self._placed = placed = _Placed(snapshot, addresses, weights, digest, lent)
+        self._begun = self._launched()
+        self._steps = StepWatch(snapshot, placed.weights)
+        return path
+
+    def take_over(self, given: str | None, withdrawals: int, path: ForwardPath) -> bool:
+        """Take what `look` saw for that of the rollout; True if nothing cached before may be used:
+        after any change, and always while modules have hooks.
 
         ConsistencyError if the weights have another digest than the `given` one, if any.
         """
         before, self._held = self._held, None
-        path = forward_path(self._model)
-        self._steps = StepWatch(self._model, _weights(self._model))
         self._num_steps, self._next_digest = 0, self._gap()
-        held = _Origin(model_digest(self._model), current(), path, withdrawals)
+        held = _Origin(self._begun(), current(), path, withdrawals)
         _compare(given, held.digest)
         self._held = held
         # What a hook reads may have changed, and leaves no trace here.
@@ -146,18 +170,28 @@ class WeightsWatch:
             )
         if self._num_steps >= self._next_digest:
             self._next_digest += self._gap()
-            self._compare_all()
+            self._compare_all(self._launched())
 
     def after_rollout(self) -> None:
         """Compare settings, digest and forward pass with those before the rollout."""
         self.after_step()
+        digest = self._launched()
         self._compare_step(None)
-        self._compare_all()
+        self._compare_all(digest)
         self.end()
 
     def end(self) -> None:
         """Let go of the weights' memory."""
         self._steps = None
+        if self._placed is not None and self._placed.is_lent:
+            self._placed = None
+
+    def _launched(self) -> Callable[[], str]:
+        """Begin to read all weights; what is returned waits for their digest."""
+        if self._placed is not None and self._placed.digest is not None:
+            return self._placed.digest.launch()
+        digest = model_digest(self._model)
+        return lambda: digest
 
     def _compare_step(self, is_busy: Callable[[], bool] | None) -> None:
         assert self._steps is not None
@@ -165,15 +199,18 @@ class WeightsWatch:
             what = f"{change.what} (seen in step {self._num_steps})"
             _fail(what) if change.of_weights else _fail_path(what)
 
-    def _compare_all(self) -> None:
+    def _compare_all(self, digest: Callable[[], str]) -> None:
+        """Compare the forward pass, while the digest is computed, and then that."""
         assert self._held is not None
-        before, after = self._held.digest, model_digest(self._model)
-        if after != before:
-            _fail(f"their digest was {before} and is {after}")
+        changed, problem = False, None
         try:
             changed = forward_path(self._model) != self._held.path
         except ValueError as error:  # it cannot even be honoured
-            raise ConsistencyError(f"{_CHANGED}: {error}") from error
+            problem = error
+        if (after := digest()) != (before := self._held.digest):
+            _fail(f"their digest was {before} and is {after}")
+        if problem is not None:
+            raise ConsistencyError(f"{_CHANGED}: {problem}") from problem
         if changed:
             raise ConsistencyError(_CHANGED)
 

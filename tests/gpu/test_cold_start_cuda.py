@@ -150,7 +150,7 @@ def test_compiling_ahead_writes_no_certificate_key_token_or_count(model, new_pro
         (audit._counts.calls, audit.withdrawals()),
     )
     bounds = RolloutBounds(tokens=600, sequences=40, longest=500, batch_sizes=(1, 40))
-    assert engine._kernels.compile(bounds, captures=False) > 20
+    assert engine._kernels.compile(bounds) > 20
     assert all(a.equal(b) for a, b in zip(kept, before))
     assert runner._state.last_tokens[:-1].equal(tokens)
     assert (audit._counts.calls, audit.withdrawals()) == counts

@@ -9,6 +9,7 @@ from rl_consistency.models import moe
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
+from rl_consistency.models.snapshot import Snapshot
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.failures import FailedRequestsError
@@ -102,7 +103,7 @@ def test_the_digest_and_the_watch_cover_buffers_that_a_router_may_read():
         with_bias = model_digest(model)
         bias.data[3] = 2.0  # which leaves no version behind
         assert len({before, with_bias, model_digest(model)}) == 3
-        watch = StepWatch(model, _weights(model))
+        watch = StepWatch(Snapshot(model), _weights(model))
         assert watch.look() is None
         bias[3] = 3.0
         assert watch.look() == ("model.layers.1.mlp.gate.bias was written in place", True)

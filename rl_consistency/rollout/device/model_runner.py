@@ -25,9 +25,8 @@ from rl_consistency.models.forward import (
     rotary_rows,
 )
 from rl_consistency.models.graph_cache import Captured
-from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.moe import recorded_routing
-from rl_consistency.models.patch import PatchSession
+from rl_consistency.models.patch import forward_path
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.block_manager import KVCache
 from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
@@ -38,7 +37,7 @@ from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.sampling_params import Truncation
 from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
-from rl_consistency.rollout.weights import forward_path
+from rl_consistency.rollout.weights import ForwardPath
 
 MEMORY_BOUND_TOKENS = 256  # up to here reading the weights takes longer than multiplying by them
 RAGGED = 0  # in place of a width: chunks that run without a graph
@@ -54,8 +53,8 @@ row, and its number of rows."""
 class _ReadByGraphs(NamedTuple):
     """What graphs depend on: where the tensors lie that they read, and what was captured."""
 
-    addresses: list[int]
-    path: tuple[PatchSession, ForwardState]
+    addresses: list[object]
+    path: ForwardPath
     withdrawals: int
 
 
@@ -131,8 +130,9 @@ class ModelRunner:
         """Make the angles of all positions, which last: graphs read them by address."""
         return rotary_rows(self._model, self.capacity)
 
-    def begin(self, withdrawals: int = 0) -> None:
-        """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
+    def begin(self, withdrawals: int = 0, path: ForwardPath | None = None) -> None:
+        """Look at the model before a rollout, whose forward has a `path` (None: look at that too);
+        all steps of it belong to the current CUDA stream.
 
         Drops the graphs if parameters moved, if hooks or the patch were changed, or if library
         products were withdrawn, which `withdrawals` counts. ValueError if the model was moved or
@@ -144,7 +144,10 @@ class ModelRunner:
                 f"the KV cache is in {cache.dtype} on {cache.device} and the model now in "
                 f"{model.dtype} on {model.device}; build the RolloutEngine after moving or casting"
             )
-        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(withdrawals)
+        captured_from, self._captured_from = (
+            self._captured_from,
+            self._read_by_graphs(withdrawals, path),
+        )
         # A graph does not run what a hook does.
         if self.hooked or captured_from != self._captured_from:
             for graphs in (self.decode_graphs, self.ragged_graphs):
@@ -157,10 +160,9 @@ class ModelRunner:
         """Whether modules had hooks at the last `begin`."""
         return self._captured_from.path[1].hooked
 
-    def _read_by_graphs(self, withdrawals: int) -> _ReadByGraphs:
-        path = forward_path(self._model)  # which refuses tensors without an address
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        return _ReadByGraphs([tensor.data_ptr() for tensor in tensors], path, withdrawals)
+    def _read_by_graphs(self, withdrawals: int, path: ForwardPath | None = None) -> _ReadByGraphs:
+        path = path or forward_path(self._model)  # which refuses tensors without an address
+        return _ReadByGraphs(path[0].snapshot().addresses(), path, withdrawals)
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""

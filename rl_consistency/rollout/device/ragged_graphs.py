@@ -35,6 +35,10 @@ HOST_SECONDS = 1.2e-3
 """What the host takes for a layer, op by op (30 to 56 ms for 28 of them on two hosts). Where the
 GPU takes longer a graph gains nothing, and padding costs."""
 
+AHEAD = (16, 64, 256, 512, 1024, 2048)
+"""Numbers of rows that are captured when kernels are compiled, so that a prompt of a new length
+finds a graph. Up to some hundred rows the time is that of reading the weights."""
+
 MOST_CAPTURED = 96
 """Shapes that are captured at most: each holds as many graphs as the model has layers."""
 
@@ -161,12 +165,49 @@ class RaggedGraphs(CallGraphs[PaddedShape, PaddedCall]):
         super().__init__(*parts)
         self._most = most
         self._memory: Tensor | None = None
+        self._lost: dict[PaddedShape, float] = {}  # to padding, in calls by the host
 
     def captured(self, call: RaggedCall, *, truncates: Truncation) -> Captured[PaddedCall] | None:
         """A captured call with room for this one; None where it should run op by op."""
         rows, sampled = len(call.arrays["token_ids"]), len(call.arrays["rows"])
         shape = self.shape_for(rows, sampled, truncates=truncates)
-        return None if shape is None else self.get(shape, shape.rows)
+        if shape is None:
+            return None
+        wider = self._wider(shape)
+        if wider is not None and wider != shape:
+            lost = self._lost.get(shape, 0.0) + (wider.rows - shape.rows) / self._most
+            self._lost[shape] = lost
+            if lost < CAPTURED_AT - 1 or self._captured_now(shape) is None:
+                shape = wider
+        return self.get(shape, shape.rows)
+
+    def drop(self) -> None:
+        super().drop()
+        self._lost.clear()
+
+    def _captured_now(self, shape: PaddedShape) -> Captured[PaddedCall] | None:
+        self._asked[shape] = self.captured_at
+        return self.get(shape, shape.rows)
+
+    def _wider(self, shape: PaddedShape) -> PaddedShape | None:
+        """The smallest shape with room for this one that is captured, perhaps itself."""
+        fits = (
+            found
+            for found in self._captured
+            if found.rows >= shape.rows
+            and found.sampled >= shape.sampled
+            and found.truncates == shape.truncates
+        )
+        return min(fits, key=lambda found: (found.rows, found.sampled), default=None)
+
+    @torch.no_grad()
+    def capture_ahead(self, tokens: int, sampled: int, *, truncates: Truncation) -> None:
+        """Capture some shapes for calls of up to so many tokens, of which so many are sampled."""
+        smaller = next((rows for rows in AHEAD if rows >= tokens), AHEAD[-1])
+        for rows in reversed(AHEAD[: AHEAD.index(smaller) + 1]):
+            shape = self.shape_for(rows, min(sampled, rows), truncates=truncates)
+            if shape is not None and shape not in self._captured:
+                self._captured_now(shape)
 
     def shape_for(self, rows: int, sampled: int, *, truncates: Truncation) -> PaddedShape | None:
         """The shape for a call of so many rows; None where graphs gain nothing."""

@@ -165,17 +165,17 @@ class RolloutKernels:
             stock=current().stock,
         )
 
-    def compile(self, bounds: RolloutBounds, *, captures: bool = True) -> int:
-        """Compile all kernels within the bounds; returns how many this process lacked.
-        `captures`: with what only the capture of a prefill launches."""
+    def compile(self, bounds: RolloutBounds) -> int:
+        """Compile all kernels within the bounds; returns how many this process lacked."""
         if self._runner.hooked:
             return 0
         self._compiled.append(bounds)
-        return self._compile(bounds, captures) if self._runner.device.type == "cuda" else 0
+        return self._compile(bounds) if self._runner.device.type == "cuda" else 0
 
     def compile_for(self, sequences: Sequence[RolloutSequence]) -> None:
-        """Compile what these sequences need, before the first rollout of their kind; the
-        sizes of a later, larger one are rounded up, so that few kernels are compiled."""
+        """Compile what these sequences need, before the first rollout of their kind, and what
+        prompts of up to `AHEAD` rows do; the sizes of a later, larger one are rounded up, so that
+        few kernels are compiled."""
         if not sequences:
             return
         draft = max(s.params.speculation for s in sequences)
@@ -184,10 +184,11 @@ class RolloutKernels:
         if blocks > self._runner.num_blocks:
             # A preempted sequence is computed again, with what it has sampled.
             tokens = sum(s.max_num_tokens for s in sequences)
+        ahead = ragged_graphs.AHEAD[-1]
         sizes = (
-            max(tokens, count * width_for(draft)),
+            max(tokens, count * width_for(draft), ahead),
             count,
-            max(s.max_num_tokens for s in sequences),
+            max(ahead, *(s.max_num_tokens for s in sequences)),
         )
         most = replace(
             self._most,
@@ -201,27 +202,34 @@ class RolloutKernels:
             return
         if self._compiled:
             needed = most.within(*(1 << (n - 1).bit_length() for n in sizes))
-        self.compile(needed, captures=False)
+        self.compile(needed)
+        self._capture_prompts(needed)
 
     @torch.no_grad()
     def capture(self, bounds: RolloutBounds) -> None:
         """Capture the decode steps within the bounds, if graphs are used; where sequences may share
-        keys, those of such sequences, which serve others too."""
+        keys, those of such sequences, which serve others too. And some calls of prompts."""
         if (graphs := self._runner.decode_graphs) is not None:
             # The largest first: the others fit in the memory it leaves.
             for shape in reversed(_decode_shapes(graphs, bounds, bounds.shares)):
                 graphs.captured(shape)
+        self._capture_prompts(bounds)
 
-    def _compile(self, bounds: RolloutBounds, captures: bool) -> int:
+    def _capture_prompts(self, bounds: RolloutBounds) -> None:
+        graphs = self._runner.ragged_graphs
+        if graphs is not None and not bounds.stock and not self._runner.hooked:
+            graphs.capture_ahead(bounds.tokens, bounds.sequences, truncates=bounds.truncates)
+
+    def _compile(self, bounds: RolloutBounds) -> int:
         ranks = local_ranks()
         if ranks > 1:  # all of them compile the same at the same time
             use_workers(max(len(os.sched_getaffinity(0)) // ranks, 1))
         quiet = self._quiet or os.environ.get("LOCAL_RANK", "0") != "0"
         with torch.no_grad(), compile_line(quiet=quiet) as report:
-            calls = [*self._calls(bounds, captures), partial(model_digest, self._model)]
+            calls = [*self._calls(bounds), partial(model_digest, self._model)]
             return compile_ahead(calls, report)
 
-    def _calls(self, bounds: RolloutBounds, captures: bool) -> Iterator[Callable[[], object]]:
+    def _calls(self, bounds: RolloutBounds) -> Iterator[Callable[[], object]]:
         """The list. Of the device state they write the dummy slot alone, and no sequence's key."""
         runner, truncates = self._runner, bounds.truncates
         graphs, padded = runner.decode_graphs, runner.ragged_graphs
@@ -236,7 +244,7 @@ class RolloutKernels:
             shared = _decode_shapes(graphs, bounds, bounds.shares)
             for shape in dict.fromkeys([*_decode_shapes(graphs, bounds, False), *shared]):
                 yield partial(graphs.run_padding, shape)
-        if captures and padded is not None:
+        if padded is not None:
             for rows in ragged_graphs.buckets_up_to(bounds.tokens):
                 if shape := padded.shape_for(rows, 1, truncates=truncates):
                     yield partial(padded.run_padding, shape)

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from rl_consistency.kernels.reduction import weights_digest as module
-from rl_consistency.kernels.reduction.weights_digest import weights_digest, words_sums
+from rl_consistency.kernels.reduction.weights_digest import (
+    PlacedDigest,
+    weights_digest,
+    words_sums,
+)
 
 MASK = 2**64 - 1
 
@@ -170,3 +174,15 @@ def test_a_tensor_beyond_the_index_is_refused(monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 100)
     with pytest.raises(ValueError, match="'a' has 104 bytes; allowed: up to 100"):
         weights_digest([("a", values(26))])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
+def test_a_digest_by_addresses_is_that_of_what_lies_there_when_it_is_launched(monkeypatch):
+    monkeypatch.setattr(module, "SPAN", 2048)
+    named = [(name, x) for name, x in weights().items() if name in "af"] + [("z", values(5003))]
+    placed = PlacedDigest(named)
+    before = placed.launch()
+    assert before() == placed.launch()() == weights_digest(named)
+    named[0][1][3, 2] += 1
+    assert placed.launch()() == weights_digest(named) != before()
+    assert PlacedDigest(named[::-1]).launch()() == weights_digest(named)

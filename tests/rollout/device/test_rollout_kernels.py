@@ -15,7 +15,7 @@ from rl_consistency.kernels.matmul.schedules import pick
 from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.device import rollout_kernels
+from rl_consistency.rollout.device import ragged_graphs, rollout_kernels
 from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.rollout_kernels import (
@@ -29,6 +29,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset, preset_config
 from tests.rollout.device.launches import Uncaptured, UncapturedRagged
+from tests.rollout.engine.engines import content
 
 BF16 = torch.bfloat16
 
@@ -172,15 +173,16 @@ def test_layers_that_differ_in_what_they_launch_are_kinds_of_their_own(model):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The bounds that kernels are compiled for, and whether those of captures are among them."""
+    """The bounds that kernels are compiled for, where no prompt is compiled for unasked."""
     found = []
     compiled = RolloutKernels.compile
 
-    def noted(self, bounds, *, captures=True):
+    def noted(self, bounds):
         if not self._runner.hooked:
-            found.append((bounds, captures))
-        compiled(self, bounds, captures=captures)
+            found.append(bounds)
+        compiled(self, bounds)
 
+    monkeypatch.setattr(ragged_graphs, "AHEAD", (1,))
     monkeypatch.setattr(RolloutKernels, "compile", noted)
     return found
 
@@ -196,18 +198,16 @@ def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatc
     plain, truncated = SamplingParams(n=2, max_tokens=3), SamplingParams(top_k=3, max_tokens=3)
     for sampling in (plain, plain, truncated, truncated):
         engine.generate([[1, 2, 3], [4, 5]], sampling)
-    assert [(b.truncates, b.shares) for b, _ in asked] == [(False, True), (True, False)]
-    bounds = asked[0][0]
+    assert [(b.truncates, b.shares) for b in asked] == [(False, True), (True, False)]
+    bounds = asked[0]
     assert (bounds.tokens, bounds.sequences, bounds.longest) == (10, 4, 6)
     assert bounds.batch_sizes == (1, 2, 4)
     engine.warm_up(plain, batch_sizes=[2, 5])
-    assert asked[-1][0].batch_sizes == (2, 5) and asked[-1][0].tokens == 16384
+    assert asked[-1].batch_sizes == (2, 5) and asked[-1].tokens == 16384
     with pytest.raises(ValueError, match="batch sizes must be 1 to max_num_seqs=5"):
         engine.warm_up(plain, batch_sizes=[6])
     engine.generate([[1] * 40] * 3, plain)
     assert len(asked) == 3
-    # A capture of prefill comes after several rollouts.
-    assert [captures for _, captures in asked] == [False, False, True]
 
 
 def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, asked):
@@ -221,7 +221,7 @@ def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, a
         for prefixes in (True, False):
             engine = engine_of(model, enable_prefix_sharing=prefixes)
             engine.generate(prompts, SamplingParams(n=n, max_tokens=1))
-            assert asked.pop()[0].shares == (shares and prefixes)
+            assert asked.pop().shares == (shares and prefixes)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_later_rollout_compiles_what_the_first_did_not_need(
     assert len(asked) == 1
     for _ in range(2):
         engine.generate(prompts, replace(first, **changes))
-    later = [(b.tokens, b.sequences, b.longest) for b, _ in asked[1:]]
+    later = [(b.tokens, b.sequences, b.longest) for b in asked[1:]]
     assert later == ([] if sizes is None else [sizes])
 
 
@@ -251,7 +251,7 @@ def test_where_a_sequence_may_be_preempted_a_step_may_have_all_that_it_has_sampl
     for blocks in (6, 8, 9):  # of 16 tokens; a sequence may take three of them
         engine = engine_of(model, num_kv_blocks=blocks, max_num_seqs=3)
         engine.generate([[1, 2]] * 3, SamplingParams(max_tokens=40))
-    assert [bounds.tokens for bounds, _ in asked] == [3 * 42, 3 * 42, 3 * 2]
+    assert [bounds.tokens for bounds in asked] == [3 * 42, 3 * 42, 3 * 2]
 
 
 def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, asked):
@@ -262,6 +262,27 @@ def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, ask
     assert not asked
     engine.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert len(asked) == 1
+
+
+def test_prompts_of_lengths_to_come_find_a_graph_that_was_captured_with_the_kernels(
+    model, monkeypatch
+):
+    monkeypatch.setattr(ragged_graphs, "AHEAD", (16, 32, 64))
+    engine, fresh = engine_of(model), engine_of(model)
+    runner, one = engine._runner, SamplingParams(max_tokens=1, seed=3)
+    runner.ragged_graphs = graphs = UncapturedRagged(*runner.parts, most=64)
+    engine.generate([[1, 2, 3]], one)
+    captured = {shape.rows for shape in graphs._captured}
+    assert captured == {16, 32, 64}
+    for length in (5, 17, 31, 40):
+        prompt = [[(7 * length + i) % 40 for i in range(length)]]
+        assert content(engine.generate(prompt, one)) == content(fresh.generate(prompt, one))
+        assert engine.stats.replayed_prefills == 1
+    assert len(graphs._captured) == 3
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    engine.generate([[1, 2]], one)
+    handle.remove()
+    assert not graphs._captured
 
 
 def test_stock_attention_gathers_nothing_while_kernels_compile(model, monkeypatch):
@@ -284,7 +305,7 @@ def list_of(model, sampling, **settings):
     kernels, runner = engine._kernels, engine._runner
     runner.decode_graphs = Uncaptured(*runner.parts, capacity=64)
     runner.ragged_graphs = UncapturedRagged(*runner.parts, most=64)
-    return runner, kernels._calls(kernels.bounds(sampling, None, 64), captures=True)
+    return runner, kernels._calls(kernels.bounds(sampling, None, 64))
 
 
 def test_the_list_runs_as_it_is_and_touches_no_sequence(model):

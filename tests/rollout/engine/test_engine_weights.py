@@ -84,7 +84,7 @@ def test_other_ops_drop_the_cache(model):
 def test_a_cache_kept_over_new_weights_is_caught(model, changed, monkeypatch):
     """Negative control."""
     engine = engine_of(model)
-    monkeypatch.setattr(engine._weights, "take_over", lambda given, generation: False)
+    monkeypatch.setattr(engine._weights, "take_over", lambda *_: False)
     monkeypatch.setattr(type(engine._weights), "digest", "")
     monkeypatch.setattr(engine._weights, "in_step", lambda is_busy: None)
     monkeypatch.setattr(engine._weights, "after_step", lambda: None)

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from rl_consistency.models.patch import patch
+from rl_consistency.models.snapshot import MODULES_PER_PART, Snapshot
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.step_watch import MODULES_PER_PART, StepWatch
+from rl_consistency.rollout.step_watch import StepWatch
 from rl_consistency.rollout.weights import model_digest
 from tests.rollout.engine.engines import content, engine_of, is_idle
 
@@ -182,7 +183,7 @@ def test_every_change_is_tried(model, expected):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_change_for_some_steps_ends_the_rollout(model, expected, name, monkeypatch):
-    monkeypatch.setattr("rl_consistency.rollout.step_watch.CODE_EVERY", 1)
+    monkeypatch.setattr("rl_consistency.models.snapshot.CODE_EVERY", 1)
     engine, undo, calls = engine_of(model, tokenizer=Plain()), ExitStack(), []
     change, message = changes(model)[name]
 
@@ -296,8 +297,8 @@ def test_looking_draws_no_random_number_of_the_user(model):
 
 
 def test_while_a_device_is_busy_all_is_looked_at_and_else_a_part_in_each_step(model, monkeypatch):
-    monkeypatch.setattr("rl_consistency.rollout.step_watch.MODULES_PER_PART", 4)
-    watch: Any = StepWatch(model, model.named_parameters())
+    monkeypatch.setattr("rl_consistency.models.snapshot.MODULES_PER_PART", 4)
+    watch: Any = StepWatch(Snapshot(model), model.named_parameters())
     count = -(-len(list(model.modules())) // 4) + 2
     assert MODULES_PER_PART > 4 and len(watch._parts) == count > 3
     with pytest.MonkeyPatch.context() as patching:

@@ -94,6 +94,19 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_those_of_
     assert found.tolist() == [*first.tolist(), 0.0, *second.tolist(), *[0.0] * 8]
 
 
+@pytest.mark.parametrize("kind", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"])
+def test_token_advantages_pass_by_a_completion_without_a_reward(kind):
+    lengths, rewards = [2, 3, 1, 2], [1.0, math.nan, 0.0, math.nan]
+    given = token_advantages(kind, rewards, 2, lengths, kl=[[0.1] * n for n in lengths])
+    assert [part.tolist() for part in given[1::2]] == [[0.0] * 3, [0.0] * 2]
+    kept = [[0.1] * 2, [0.1]]
+    right = token_advantages("reinforce_plus_plus", [1.0, 0.0], 2, [2, 1], kl=kept)
+    if kind == "reinforce_plus_plus":
+        assert all(map(torch.equal, given[::2], right))
+    none = token_advantages(kind, [math.nan] * 2, 2, [1, 2])
+    assert torch.cat(none).tolist() == [0.0] * 3
+
+
 def test_a_group_is_blind_to_its_neighbours_and_to_the_order_within():
     rewards = torch.randn(24, generator=torch.Generator().manual_seed(0)).tolist()
     whole = group_advantages(rewards, 8)
