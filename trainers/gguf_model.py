@@ -182,6 +182,7 @@ def _write(file: Path, given: Path, made: Path, directory: Path, dtype: str) -> 
         pad_token_id=tokenizer.pad_token_id,
     )
     save_file(state, made / "model.safetensors", metadata={"format": "pt"})
+    del state
     for part in (config, generation, tokenizer):
         part.save_pretrained(made)
     model = read_model(made, DTYPES[dtype])

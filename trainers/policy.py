@@ -80,7 +80,9 @@ def load_policy(
     with TemporaryDirectory() as place, explained(PolicyError, what):
         model.config.save_pretrained(place)
     if policy.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        new = "activation_checkpointing_enable"  # older transformers know the old name alone
+        name = new if hasattr(model, new) else "gradient_checkpointing_enable"
+        getattr(model, name)({"use_reentrant": False})
     model.to(torch.device(device))  # type: ignore[arg-type]
     return model, loaded
 

@@ -89,6 +89,7 @@ from rl_consistency.trainers.tracking import (
     take_steps,
     trackers_of,
 )
+from rl_consistency.trainers.update_rules import check_optimizer
 from rl_consistency.trainers.warm_start import warm_start
 
 EQUAL, SKIPPED = "reward/equal_group_fraction", "policy/skipped_updates"
@@ -203,6 +204,7 @@ class _Run:
             policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         check_policy(config, self.model)
+        check_optimizer(config.optimizer, dict(self.model.named_parameters()))
         if told := unread_sampling(self.model):
             announce(told)
         self.model.train()

@@ -72,21 +72,34 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
+def check_optimizer(section: OptimizerSection, parameters: Mapping[str, Tensor]) -> None:
+    """ValueError where the optimizer cannot update parameters of these names and shapes."""
+    if section.name != "muon":
+        return
+    inner = _inner(parameters)
+    if stacked := [name for name in sorted(inner) if parameters[name].dim() != 2]:
+        shape = list(parameters[stacked[0]].shape)
+        problem = f"{stacked[0]} is {shape}, and torch.optim.Muon takes matrices only"
+        raise ValueError(f"optimizer.name muon: {problem}: use adamw or adamw_8bit")
+    if not inner or inner == parameters.keys():
+        problem = "the policy needs matrices in its layers, and weights outside of them"
+        raise ValueError(f"optimizer.name muon: {problem}: use adamw")
+
+
+def _inner(parameters: Mapping[str, Tensor]) -> set[str]:
+    """Names of the matrices of the layers."""
+    return {name for name, p in parameters.items() if ".layers." in name and p.dim() > 1}
+
+
 def _muon(section: OptimizerSection, own: MuonSection, groups: Groups) -> MuonWithAdamW:
+    check_optimizer(section, {name: p for group, _ in groups for name, p in group.items()})
     matrices, others = [], []
     for group, decay in groups:
-        inner = {name for name in group if ".layers." in name and group[name].dim() > 1}
-        if stacked := [name for name in sorted(inner) if group[name].dim() != 2]:
-            shape = list(group[stacked[0]].shape)
-            problem = f"{stacked[0]} is {shape}, and torch.optim.Muon takes matrices only"
-            raise ValueError(f"optimizer.name muon: {problem}: use adamw or adamw_8bit")
+        inner = _inner(group)
         for to, names in ((matrices, inner), (others, group.keys() - inner)):
             if names:
                 chosen = [master for name, master in group.items() if name in names]
                 to.append({"params": chosen, "weight_decay": decay})
-    if not matrices or not others:
-        problem = "the policy needs matrices in its layers, and weights outside of them"
-        raise ValueError(f"optimizer.name muon: {problem}: use adamw")
     muon = torch.optim.Muon(
         matrices,
         lr=section.learning_rate,

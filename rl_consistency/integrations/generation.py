@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -14,6 +15,7 @@ from rl_consistency.integrations.refusals import check_same_model
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled, of_generate, of_trl_backend
 from rl_consistency.models.scoring.token_logprobs import LabelLogprobs
+from rl_consistency.models.sharding import is_sharded
 from rl_consistency.rollout.completion import routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -37,7 +39,8 @@ class EngineGeneration(TrainerCallback):
     drift: RolloutDrift
     options: dict[str, Any]
     _engine: RolloutEngine | None = None
-    _room: tuple[int, int] = (0, 0)  # sequences, and tokens of each, that the engine is made for
+    _room: tuple[int, int] = (0, 0)  # most sequences of a batch, and tokens of one
+    _options: dict[str, Any] = field(default_factory=dict)  # of the engine
     _last_calls: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -74,22 +77,25 @@ class EngineGeneration(TrainerCallback):
         TRL knows no longest prompt, so the lengths of prompts are rounded up to powers of two."""
         longest = max(map(len, prompts))
         tokens = (1 << (longest - 1).bit_length()) + self.sampling.max_tokens
-        wanted = len(prompts), min(tokens, self.policy.config.max_position_embeddings)
-        room = max(self._room[0], wanted[0]), max(self._room[1], wanted[1])
-        if self._engine is None or room != self._room:  # first after what wraps the model
-            self._engine, self._room = None, room  # no two caches at a time
+        wanted = [(len(prompts), min(tokens, self.policy.config.max_position_embeddings))]
+        if is_sharded(self.policy):  # whose engines all processes build together
+            wanted = gather_object(wanted)
+        sequences, lengths = zip(self._room, *wanted)
+        self._room = max(sequences), max(lengths)
+        sizes: dict[str, Any] = {"max_num_seqs": min(self._room[0], MAX_NUM_SEQS)}
+        if "num_kv_blocks" not in self.options:
+            sizes["tokens_per_sequence"] = self._room[1]
+        options = sizes | self.options
+        if self._engine is None or options != self._options:  # first after what wraps the model
+            self._engine, self._options = None, options  # no two caches at a time
             eos = getattr(self.trainer, "eos_token_ids", None)
             eos = self.trainer.processing_class.eos_token_id if eos is None else eos
-            sizes: dict[str, Any] = {
-                "max_num_seqs": min(room[0], MAX_NUM_SEQS),
-                "tokens_per_sequence": room[1],
-            }
             self._engine = RolloutEngine(
                 self.policy,
                 eos_token_id=eos,
                 # With one it decodes all completions.
                 tokenizer=self.trainer.processing_class if self.sampling.stop else None,
-                **(sizes | self.options),
+                **options,
             )
         return self._engine
 

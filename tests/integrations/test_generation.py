@@ -86,7 +86,10 @@ def test_the_cache_has_room_for_the_batch_and_grows(attach, make):
     fixed = make()
     attach(fixed, num_kv_blocks=9, max_num_seqs=2)
     fixed.vllm_generation.generate([[65] * 9] * 4, None, 1)
-    assert fixed.vllm_generation._engine._runner.num_blocks == 9
+    only = fixed.vllm_generation._engine
+    assert only._runner.num_blocks == 9
+    fixed.vllm_generation.generate([[65] * 30] * 6, None, 1)
+    assert fixed.vllm_generation._engine is only
 
 
 STOPS = {

@@ -282,21 +282,6 @@ class OptimizerSection(RecipeSection):
     warmup_steps: CountOrZero = 0
     """Optimizer steps over which the learning rate rises from 0."""
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> OptimizerSection:
-        bounded = self.min_lr is not None or self.min_lr_ratio > 0
-        if self.muon is not None and self.name != "muon":
-            raise ValueError(f"muon: has no meaning with name: {self.name}; leave it out")
-        if self.min_lr is not None and self.min_lr_ratio:
-            raise ValueError("min_lr and min_lr_ratio: give one")
-        if self.min_lr is not None and self.min_lr >= self.learning_rate:
-            raise ValueError(f"min_lr {self.min_lr} must be below learning_rate")
-        if bounded and self.schedule in ("constant", "constant_with_warmup"):
-            raise ValueError(f"min_lr: schedule {self.schedule} has no end; use cosine or linear")
-        if self.schedule == "cosine_with_min_lr" and not bounded:
-            raise ValueError("schedule cosine_with_min_lr needs min_lr or min_lr_ratio")
-        return self
-
     @property
     def ends_at(self) -> float:
         """Share of the peak at which a schedule that ends does so."""

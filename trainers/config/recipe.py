@@ -200,6 +200,7 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.ppo: has no meaning with name: {algorithm.name}; leave it out"
     if algorithm.name == "ppo" and algorithm.advantage != "grpo":
         yield "algorithm.advantage: ppo takes advantages from its critic; leave it out"
+    yield from (f"optimizer.{problem}" for problem in _optimizer_problems(config.optimizer))
     if consistency.value_check_every and algorithm.name != "ppo":
         yield f"consistency.value_check_every: {algorithm.name} has no values; set it to 0"
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
@@ -223,6 +224,22 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
         yield from (f"consistency.gradient_leaves: {p}" for p in part_problems(config, order))
     if config.training.strategy is not None:
         yield from strategy_problems(config, config.training.strategy)
+
+
+def _optimizer_problems(section: OptimizerSection) -> Iterator[str]:
+    """`key: problem and remedy`."""
+    schedule, low, share = section.schedule, section.min_lr, section.min_lr_ratio
+    if section.muon is not None and section.name != "muon":
+        yield f"muon: has no meaning with name: {section.name}; leave it out"
+    if low is not None and share:
+        yield "min_lr_ratio: min_lr says the same; give one of them"
+    if low is not None and low >= section.learning_rate:
+        yield f"min_lr: {low:g} must be below learning_rate, {section.learning_rate:g}"
+    key = "min_lr" if low is not None else "min_lr_ratio"
+    if (low or share) and schedule.startswith("constant"):
+        yield f"{key}: schedule {schedule} does not end; use cosine or linear, or leave it out"
+    if not (low or share) and schedule == "cosine_with_min_lr":
+        yield "schedule: cosine_with_min_lr needs min_lr or min_lr_ratio"
 
 
 def part_problems(config: RunConfig, order: PartOrder) -> Iterator[str]:

@@ -52,14 +52,20 @@ def test_the_demo_has_the_clip_it_had():
         (["algorithm.dynamic_sampling.max_rounds=0"], "greater than or equal to 1"),
         (["optimizer.name=muon", "training.strategy=fsdp2"], "muon needs whole tensors, and fsdp2"),
         (["optimizer.name=adamw_8bit", "training.strategy=zero3"], "use adamw, or training"),
-        (["optimizer.muon.momentum=0.9"], "muon: has no meaning with name: adamw"),
+        (["optimizer.muon.momentum=0.9"], "optimizer.muon: has no meaning with name: adamw"),
         (["optimizer.name=adam"], "'adamw', 'adamw_8bit' or 'muon', got 'adam'"),
-        (["optimizer.min_lr=1e-9"], "schedule constant has no end"),
-        (["optimizer.schedule=cosine_with_min_lr"], "needs min_lr or min_lr_ratio"),
-        (["optimizer.schedule=cosine", "optimizer.min_lr=1"], "must be below learning_rate"),
+        (["optimizer.min_lr=1e-9"], "optimizer.min_lr: schedule constant does not end"),
+        (
+            ["optimizer.schedule=cosine_with_min_lr"],
+            "cosine_with_min_lr needs min_lr or",
+        ),
+        (
+            ["optimizer.schedule=cosine", "optimizer.min_lr=1"],
+            "min_lr: 1 must be below",
+        ),
         (
             ["optimizer.schedule=linear", "optimizer.min_lr=1e-9", "optimizer.min_lr_ratio=0.1"],
-            "min_lr and min_lr_ratio: give one",
+            "optimizer.min_lr_ratio: min_lr says the same",
         ),
     ],
 )

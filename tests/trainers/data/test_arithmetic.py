@@ -1,8 +1,12 @@
 import re
+from pathlib import Path
 
 import pytest
 
+from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.data.examples import problem, problems, split_of
+from rl_consistency.trainers.data.prompts import load_prompts
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.rewards import arithmetic
 
 SIZES = {"num_terms": 4, "max_value": 9}
@@ -26,9 +30,22 @@ def test_the_target_is_the_running_totals_and_the_answer_the_last(num_terms, max
 
 
 def test_spaces_change_the_text_alone():
-    for plain, spaced in zip(*(problems(1, "eval", 9, spaces=s, **SIZES) for s in (False, True))):
+    for plain, spaced in zip(
+        *(problems(1, "eval", 9, spaces=s, **SIZES) for s in (False, True)), strict=True
+    ):
         assert spaced.prompt == plain.prompt.replace("+", " + ").replace("=", " =")
         assert (spaced.target, spaced.answer) == (plain.target, plain.answer)
+
+
+def test_worked_examples_stand_before_a_generated_sum():
+    recipe = Path(__file__).parents[3] / "recipes" / "grpo_sums_smollm2_135m_cpu.yaml"
+    config = load_config(recipe, ["data.max_prompt_tokens=64"])
+    train, held_out = load_prompts(config, byte_tokenizer(), context_length=128, vocab_size=259)
+    for split, found in (("train", train), ("eval", held_out[""])):
+        sizes = {"num_terms": 2, "max_value": 30, "spaces": True}
+        plain = problems(17, split, len(found.examples), **sizes)
+        texts = [f"2 + 5 = 7\n9 + 4 = 13\n{example.prompt}" for example in plain]
+        assert [bytes(prompt).decode() for prompt in found.prompts] == texts
 
 
 def test_training_and_evaluation_share_no_sum():
