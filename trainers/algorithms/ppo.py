@@ -62,7 +62,9 @@ class PPOTrainer(GRPOTrainer):
         metrics = self._told("the values", self.hook.on_values, values, again)
         kl = experience.kl() or [[0.0] * length for length in experience.lengths]
         if bool(rewards.isnan().any()):
-            problem = "all reward functions returned None for a completion, and ppo needs the reward"
+            problem = (
+                "all reward functions returned None for a completion, and ppo needs the reward"
+            )
             remedy = "let one function score them all, or set algorithm.name to grpo"
             raise RewardError(f"{problem} of each: {remedy}")
         coefficient = self.config.algorithm.kl_coefficient
