@@ -63,10 +63,9 @@ class PPOTrainer(GRPOTrainer):
         kl = experience.kl() or [[0.0] * length for length in experience.lengths]
         if bool(rewards.isnan().any()):
             problem = (
-                "all reward functions returned None for a completion, and ppo needs the reward"
+                "ppo needs the reward of each completion, and all functions returned None for one"
             )
-            remedy = "let one function score them all, or set algorithm.name to grpo"
-            raise RewardError(f"{problem} of each: {remedy}")
+            raise RewardError(f"{problem}: let one score them all, or set algorithm.name to grpo")
         coefficient = self.config.algorithm.kl_coefficient
         given = [part.tolist() for part in values]
         factors = {"gamma": self._ppo.gamma, "gae_lambda": self._ppo.gae_lambda}
