@@ -26,7 +26,7 @@ def model_directory(source: Path | str) -> tuple[Path, str | None]:
     what = (
         f"{source}: there is no such directory here, and the hub gave no such model. Check the "
         "name, the network (HF_HUB_OFFLINE) and access (HF_TOKEN), or download it elsewhere and "
-        "give policy.path its directory"
+        "give its directory"
     )
     with explained(PolicyError, what):
         found = snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS))

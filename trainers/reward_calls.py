@@ -23,13 +23,18 @@ OF_ONE = {"prompts": "prompt", "completions": "completion", "answers": "answer"}
 """Arguments of a function of lists, and their names in one that is called with one completion."""
 
 
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function by name; None of one in C, which may not tell them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def named_arguments(names: Collection[str], function: Callable[..., Any]) -> frozenset[str]:
     """Those of `names` that a function has as arguments; all where it takes any."""
-    try:
-        found = inspect.signature(function).parameters
-    except ValueError:
-        return frozenset(names)  # written in C
-    if any(p.kind is p.VAR_KEYWORD for p in found.values()):
+    found = _parameters(function)
+    if found is None or any(p.kind is p.VAR_KEYWORD for p in found.values()):
         return frozenset(names)
     return frozenset(names) & found.keys()
 
@@ -55,20 +60,13 @@ async def _awaited(value: Any) -> Any:
 
 def takes_one(function: Callable[..., Any]) -> bool:
     """Whether a function has an argument `completion` and none `completions`."""
-    try:
-        found = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+    found = _parameters(function) or {}
     return "completion" in found and "completions" not in found
 
 
 def takes_ids(function: Callable[..., Any]) -> bool:
     """Whether a function has an argument `completion_ids`, or takes any."""
-    try:
-        found = inspect.signature(function).parameters
-    except ValueError:
-        return False  # written in C
-    return "completion_ids" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+    return bool(_parameters(function) and named_arguments({"completion_ids"}, function))
 
 
 def source_digest(function: Callable[..., Any]) -> str:

@@ -85,6 +85,7 @@ def settings(config: RunConfig) -> dict[str, str]:
             tree[section].pop(key, None)
     if config.optimizer.schedule.startswith("constant"):
         del tree["training"]["steps"]
+    tree = {name: section for name, section in tree.items() if section}
     eight_bit = config.optimizer.name == "adamw_8bit"
     return dict(flat(tree)) | ({"bitsandbytes": version("bitsandbytes")} if eight_bit else {})
 

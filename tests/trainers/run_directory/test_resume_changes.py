@@ -127,6 +127,17 @@ def test_other_keys_of_the_optimizer_are_refused_as_before(tiny_run, finished, k
     tiny_run.refused(CheckpointError, f"fingerprint: {key}: 0.5 != ", **changes, resume=True)
 
 
+def test_a_constant_rate_may_come_to_an_end_and_go_on_again(tiny_run, finished):
+    """A constant schedule does not depend on training.steps; one that ends does."""
+    finished(**{"training.steps": 3})
+    ends = {"optimizer.schedule": "linear", "optimizer.min_lr": 2e-3, "training.steps": 4}
+    _, rows = tiny_run(**ends, resume=True)
+    assert rows[-1]["learning_rate"] == pytest.approx(4e-3)  # a quarter of 8e-3 above 2e-3
+    _, rows = tiny_run(**{"training.steps": 5}, resume=True)
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2] * 3 + [4e-3, 1e-2])
+    assert [step for step, key, *_ in read_changes(tiny_run.directory / "run")] == [4, 4, 5, 5]
+
+
 @pytest.mark.parametrize(
     ("name", "section", "key"),
     [
