@@ -309,6 +309,17 @@ def test_while_a_device_is_busy_all_is_looked_at_and_else_a_part_in_each_step(mo
     assert watch.look() is None
 
 
+def test_another_rollout_that_begins_hides_no_change_from_the_one_under_way(model):
+    snapshot, weights = Snapshot(model), [("of no model", torch.ones(1))]
+    first = StepWatch(snapshot, weights)
+    assert first.look() is None
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.0)
+    second = StepWatch(snapshot, weights)
+    assert first.look() == ("model.norm.weight was written in place", True)
+    assert second.look() is None
+
+
 def test_the_weights_memory_is_not_kept_after_a_rollout(model):
     engine = engine_of(model, max_num_seqs=1, tokenizer=Plain())
     engine.generate(PROMPTS, SAMPLING)
