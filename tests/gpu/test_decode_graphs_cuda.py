@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 WARM = SamplingParams(temperature=0.7, seed=3)
 TRUNCATED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, seed=3)
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0, seed=3)
 MOST = 262
 BLOCKS = 8
 """Of 16 tokens, for each sequence."""

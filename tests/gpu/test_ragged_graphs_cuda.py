@@ -126,7 +126,7 @@ def test_no_bucket_moves_a_bit_or_a_route_of_a_mixture_of_experts(name):
         eager, captured = runner_of(model, cuda_graphs=False), runner_of(model)
         for lengths in ([3, 40, 9], [17], [5, 1, 2, 30, 64, 11], [120] * 9):
             assert prefilled(captured, lengths) == prefilled(eager, lengths)
-        assert len(captured.ragged_graphs) > 3
+        assert len(captured.ragged_graphs) >= 3
 
 
 def test_borrowed_memory_is_not_kept():

@@ -12,6 +12,7 @@ from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.sweep import OpSetup
 
 
+@pytest.mark.thorough
 def test_gated_products_stay_finite_in_fp16_at_the_width_of_a_real_model():
     shapes = replace(TINY_SHAPES, linear=((96, 208),), glu_width=3072, hidden_size=1024)
     check_rows(tally := Tally(), OpSetup(dtype=torch.float16, shapes=shapes), "linear")

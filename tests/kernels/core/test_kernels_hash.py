@@ -186,7 +186,7 @@ def test_every_kernel_file_is_in_the_hash(tmp_path):
     assert whole == kernels_hash()
     files = sorted(copy.rglob("*.py"))
     assert len(files) > 50
-    for file in files[:: len(files) // 5]:
+    for file in files[:: len(files) // 2]:
         kernels_hash.cache_clear()
         source = file.read_text()
         file.write_text(source + "\nchanged = True\n")
