@@ -142,8 +142,8 @@ class _Modules:
         return [list(own["_modules"]) for own in self._lists]
 
     def read_places(self) -> list[object]:
-        """Versions, addresses and strides of the tensors."""
-        reads = (_VERSION, Tensor.data_ptr, Tensor.stride)
+        """Versions, addresses, strides and signs of the tensors."""
+        reads = (_VERSION, Tensor.data_ptr, Tensor.stride, Tensor.is_neg)
         return [value for read in reads for value in map(read, self._tensors)]
 
     def read_memory(self) -> list[object]:
@@ -154,12 +154,16 @@ class _Modules:
     def holds(self) -> bool:
         if any(self._empty) or list(map(type, self._modules)) != self._types:
             return False
-        if not all(map(operator.is_, map(vars, self._modules), self._owns)):
+        if not all(self._own_the_same()):
             return False
         keys, values = self._read_entries()
         if keys != self._keys or not self._are_the_same(values):
             return False
         return self._read_orders() == self._orders and self._read_kinds() == self._kinds
+
+    def _own_the_same(self) -> Iterator[bool]:
+        """Whether each module has the very dictionary that it had."""
+        return map(operator.is_, map(vars, self._modules), self._owns)
 
     def _are_the_same(self, values: list[object]) -> bool:
         if not all(map(operator.is_, values, self._values)):
@@ -175,6 +179,9 @@ class _Modules:
                 if type(module) is not cls:
                     what = f"{_qualified(type(module))} now, and was a {_qualified(cls)}"
                     return Change(f"module {name} is a {what}", False)
+        if not all(self._own_the_same()):
+            name = self._names[list(self._own_the_same()).index(False)]
+            return Change(f"module {name} has another __dict__", False)
         if any(self._empty):
             (name, kind), now = next(
                 pair for pair in zip(self._empty_labels, self._empty, strict=True) if pair[1]
@@ -188,7 +195,10 @@ class _Modules:
             return None
         count = len(self._tensors)
         at = next(i for i, (a, b) in enumerate(zip(places, kept_places, strict=True)) if a != b)
-        how = ("was written in place", "was moved to other memory", "has other strides")
+        how = (
+            *("was written in place", "was moved to other memory"),
+            *("has other strides", "has another sign"),
+        )
         return Change(f"{self._tensor_names[at % count]} {how[at // count]}", True)
 
     def _changed_entry(self) -> Change | None:

@@ -155,6 +155,11 @@ def changes(model):
         "bias": (entry(gate._parameters, "bias", nn.Parameter(torch.ones(48))), "parameter bias"),
         "other memory": (memory_of(weight, torch.clone), "o_proj.weight was moved to other memory"),
         "transposed": (memory_of(weight, torch.t), "o_proj.weight has other strides"),
+        "dictionary": (
+            setting(mlp, "__dict__", {**vars(mlp), "forward": lambda x: x}),
+            "module model.layers.1.mlp has another __dict__",
+        ),
+        "negated": (memory_of(weight, torch._neg_view), "o_proj.weight has another sign"),
         "in place": (in_place(weight), "o_proj.weight was written in place"),
         "through data": (Written(weight.data), "o_proj.weight has other values"),
         "one value": (Written(base.embed_tokens.weight.data, (7, 3)), "embed_tokens.weight has"),
@@ -173,7 +178,7 @@ NAMES = [
     *("scaling", "eps", "window", "new", "forward", "call", "class", "property", "hook", "config"),
     *("submodule", "bias", "order", "function", "property of config", "global hook"),
     *("nested config", "other memory", "transposed", "in place", "through data", "one value"),
-    *("inv_freq", "order in place", "angles"),
+    *("inv_freq", "order in place", "angles", "negated", "dictionary"),
 ]
 
 
