@@ -127,9 +127,9 @@ def _schedule(optimizer: Any, section: OptimizerSection, total_steps: int) -> An
     name, given, end = section.schedule, {}, section.ends_at
     if name == "constant":
         name = "constant_with_warmup"
-    elif end and name == "linear":
+    elif end and name == "linear" and section.warmup_steps < total_steps:
         name, given = "polynomial", {"lr_end": optimizer.defaults["lr"] * end, "power": 1.0}
-    elif end:
+    elif end and name != "linear":
         name, given = "cosine_with_min_lr", {"min_lr_rate": end}
     return get_scheduler(
         name,

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import CodeType
 from typing import Any
 
 ARGUMENTS = {
@@ -72,11 +74,19 @@ def takes_ids(function: Callable[..., Any]) -> bool:
 def source_digest(function: Callable[..., Any]) -> str:
     """SHA-256 of the source of a function, or of an object's class; of its compiled code where its
     source cannot be read. What it calls and holds does not enter."""
-    plain = inspect.unwrap(function)
+    plain: Any = inspect.unwrap(function)
+    while isinstance(plain, partial):
+        plain = inspect.unwrap(plain.func)
     plain = plain if hasattr(plain, "__code__") or isinstance(plain, type) else type(plain)
     try:
         text = inspect.getsource(plain)
     except (OSError, TypeError):
-        code: Any = getattr(plain, "__code__", None)
-        text = repr((code.co_code, code.co_names, code.co_consts)) if code else repr(plain)
+        text = _as_text(getattr(plain, "__code__", plain))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    """Code or one of its constants, without addresses and the order of a set."""
+    if isinstance(value, CodeType):
+        return repr((value.co_code, value.co_names, [_as_text(each) for each in value.co_consts]))
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

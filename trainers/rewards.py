@@ -362,15 +362,6 @@ def compute_rewards(
     return Rewards(total, by_function)
 
 
-def require_rewards(rewards: Tensor, algorithm: str) -> None:
-    """RewardError where a completion has none, which only a comparison in groups can leave out."""
-    if bool(rewards.isnan().any()):
-        raise RewardError(
-            f"all reward functions returned None for a completion, and {algorithm} needs the "
-            "reward of each: let one function score them all, or set algorithm.advantage to grpo"
-        )
-
-
 def known(scores: Sequence[float | None]) -> list[float]:
     """The scores of those that have one."""
     return [score for score in scores if score is not None and not isnan(score)]

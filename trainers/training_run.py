@@ -51,7 +51,7 @@ def train(
     recipe: str | Path | Mapping[str, Any] | RunConfig,
     *,
     rewards: Sequence[Reward] | Reward | None = None,
-    set: Sequence[str] = (),
+    set: Sequence[str] | str = (),
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -81,7 +81,7 @@ def train(
     if rewards is not None:
         listed = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
         merge(tree, ["reward", "functions"], [_term(reward, functions) for reward in listed])
-    apply_overrides(tree, set)
+    apply_overrides(tree, [set] if isinstance(set, str) else set)
     config = checked(tree, source, folder)
     grouped = dist.is_initialized()
     try:

@@ -33,8 +33,8 @@ def build_optimizer(section: OptimizerSection, groups: Groups) -> torch.optim.Op
     Foreach is not used: its choice of path, hence its rounding, depends on the other tensors of the
     list.
     """
-    if section.name == "muon":
-        return _muon(section, section.muon or MuonSection(), groups)
+    if (muon := section.of_muon) is not None:
+        return _muon(section, muon, groups)
     given = [{"params": list(g.values()), "weight_decay": decay} for g, decay in groups]
     settings: dict[str, Any] = {"lr": section.learning_rate}
     settings |= {"betas": section.betas, "eps": section.eps}

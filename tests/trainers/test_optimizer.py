@@ -251,6 +251,16 @@ def test_the_learning_rate_follows_its_schedule(schedule, warmup, expected, end)
     ]
 
 
+def test_a_warm_up_of_all_steps_ends_them():
+    model = small_model()
+    given = {"schedule": "linear", "min_lr_ratio": 0.25, "warmup_steps": 2, "total_steps": 2}
+    optimizer = optimizer_of(model, **given)
+    for step in range(2):
+        assert optimizer.learning_rate == RATE * step / 2
+        give_gradients(model, step)
+        optimizer.step()
+
+
 def layered_model(dtype=torch.float32):
     """Names as a policy has them: two matrices of a layer, beside them what Muon leaves out."""
     generator = torch.Generator().manual_seed(0)

@@ -115,7 +115,8 @@ class Critic:
                     own[name].copy_(parameter)
         ppo, section = config.algorithm.of_ppo, config.optimizer
         rate = (ppo and ppo.critic_learning_rate) or section.learning_rate
-        section = section.model_copy(update={"learning_rate": rate})
+        ends = {"min_lr": None, "min_lr_ratio": section.ends_at}
+        section = section.model_copy(update={"learning_rate": rate, **ends})
         self.ranks = build_strategy(config, world, self.model)
         self._stack.callback(self.ranks.close)
         steps = config.optimizer_steps

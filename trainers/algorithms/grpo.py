@@ -63,7 +63,6 @@ from rl_consistency.trainers.rewards import (
     RewardFunction,
     Rewards,
     compute_rewards,
-    require_rewards,
 )
 from rl_consistency.trainers.strategies.strategy import Strategy
 
@@ -277,8 +276,6 @@ class GRPOTrainer:
     def _judge(self, experience: Experience, rewards: Tensor) -> Metrics:
         """Give each token its advantage, from the rewards [S] fp64 of the samples."""
         algorithm, n = self.config.algorithm, self._sampling.n
-        if algorithm.advantage.startswith("reinforce"):
-            require_rewards(rewards, algorithm.advantage)
         kl = experience.kl() if algorithm.kl_in_reward else None
         experience.advantages = token_advantages(
             algorithm.advantage,

@@ -30,7 +30,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.passes import backward_passes, in_groups
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
-from rl_consistency.trainers.rewards import require_rewards
+from rl_consistency.trainers.rewards import RewardError
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""
@@ -61,7 +61,11 @@ class PPOTrainer(GRPOTrainer):
         again = partial(self._values, experience, self._own[::-1], CHECK_SIZE, "left_padded")
         metrics = self._told("the values", self.hook.on_values, values, again)
         kl = experience.kl() or [[0.0] * length for length in experience.lengths]
-        require_rewards(rewards, "PPO")
+        if bool(rewards.isnan().any()):
+            problem = (
+                "ppo needs the reward of each completion, and all functions returned None for one"
+            )
+            raise RewardError(f"{problem}: let one score them all, or set algorithm.name to grpo")
         coefficient = self.config.algorithm.kl_coefficient
         given = [part.tolist() for part in values]
         factors = {"gamma": self._ppo.gamma, "gae_lambda": self._ppo.gae_lambda}

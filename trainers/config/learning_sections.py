@@ -276,11 +276,16 @@ class OptimizerSection(RecipeSection):
     end at min_lr, else at 0. constant_with_warmup is constant; cosine_with_min_lr needs a min_lr.
     """
     min_lr: Positive | None = None
-    """Where linear and cosine end; null = at min_lr_ratio."""
+    """Where linear and cosine end, other rates at the same share; null = at min_lr_ratio."""
     min_lr_ratio: BelowOne = 0.0
     """The same as a share of learning_rate, of each rate where there are several."""
     warmup_steps: CountOrZero = 0
     """Optimizer steps over which the learning rate rises from 0."""
+
+    @property
+    def of_muon(self) -> MuonSection | None:
+        """The settings of Muon; None for another optimizer."""
+        return (self.muon or MuonSection()) if self.name == "muon" else None
 
     @property
     def ends_at(self) -> float:

@@ -8,7 +8,7 @@ config. Paths in it are relative to the directory in which it is loaded, and abs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -329,11 +329,9 @@ def checked(tree: Any, source: str, folder: Path) -> RunConfig:
         items, rest = every_error(RunConfig, tree, error)
         problems = _problems(items)
         with suppress(ValidationError, KeyError):
-            problems += missing_inputs(
-                PolicySection.model_validate(rest["policy"]),
-                DataSection.model_validate(rest["data"]),
-                RewardSection.model_validate(rest["reward"]),
-            )
+            kinds = {"policy": PolicySection, "data": DataSection, "reward": RewardSection}
+            read: dict[str, Any] = {k: kind.model_validate(rest[k]) for k, kind in kinds.items()}
+            problems += _missing(inputs_of(**read))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"{source}: {count}\n{listed}") from error
@@ -349,23 +347,23 @@ def dump_config(config: RunConfig) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def missing_inputs(policy: PolicySection, data: DataSection, reward: RewardSection) -> list[str]:
-    """The directories and files that sections name and that are not there, each by its key."""
+def inputs_of(policy: PolicySection, data: DataSection, reward: RewardSection) -> dict[str, Path]:
+    """The directories and files that sections name, by key."""
     named: dict[str, Any] = {"policy.path": policy.path, "data.path": data.path}
     named |= {f"data.sources.{i}.path": source.path for i, source in enumerate(data.sources or ())}
     named["data.eval_path"] = data.eval_path
     named |= {f"data.eval_sets.{name}.path": one.path for name, one in data.eval_sets.items()}
     named |= {f"reward.functions.{i}.model": f.model for i, f in enumerate(reward.functions)}
-    return [
-        f"{key}: there is no {path}"
-        for key, path in named.items()
-        if isinstance(path, Path) and not path.exists()
-    ]
+    return {key: path for key, path in named.items() if isinstance(path, Path)}
+
+
+def _missing(inputs: Mapping[str, Path]) -> list[str]:
+    return [f"{key}: there is no {path}" for key, path in inputs.items() if not path.exists()]
 
 
 def require_inputs(config: RunConfig) -> None:
     """ConfigError where several inputs are missing; of one its reader says more."""
-    if len(problems := missing_inputs(config.policy, config.data, config.reward)) > 1:
+    if len(problems := _missing(inputs_of(config.policy, config.data, config.reward))) > 1:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"{len(problems)} inputs of the recipe are missing\n{listed}")
 

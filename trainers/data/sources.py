@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -69,10 +70,13 @@ def _csv_rows(path: Path, delimiter: str, limit: int | None) -> Rows:
     with regular_file(path) as stream, explained(DataError, f"{path} cannot be read as CSV"):
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+        names = reader.fieldnames or ()
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            raise DataError(f"{path}: the field {twice[0]} stands more than once: rename one")
         for record in islice(reader, limit):
             place = f"{path}, line {reader.line_num}"
             if None in record or None in record.values():
-                raise DataError(f"{place}: it must have the {len(reader.fieldnames or ())} fields")
+                raise DataError(f"{place}: it must have the {len(names)} fields")
             yield place, record
 
 

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from rl_consistency.numerics.files import discard, is_leftover, remove_leftovers
 from rl_consistency.numerics.fingerprint import Fingerprint
-from rl_consistency.trainers.config.recipe import RunConfig, dump_config
+from rl_consistency.trainers.config.recipe import RunConfig, dump_config, inputs_of
 from rl_consistency.trainers.run_directory.checkpoint import (
     REWARD_FUNCTION,
     Checkpoint,
@@ -114,11 +114,7 @@ def _require_own_files(config: RunConfig, *, resume: bool) -> None:
             f"{_OTHER}."
         )
     if not resume:
-        data = config.data
-        sources = {f"data.sources.{i}": s.path for i, s in enumerate(data.sources or ())}
-        sets = {f"data.eval_sets.{name}": given.path for name, given in data.eval_sets.items()}
-        given = {"policy.path": config.policy.path, "data.path": data.path, **sources, **sets}
-        require_outside(directory, {**given, "data.eval_path": data.eval_path})
+        require_outside(directory, inputs_of(config.policy, config.data, config.reward))
 
 
 def is_run(directory: Path) -> bool:
@@ -226,12 +222,10 @@ def newest_checkpoint(
     return checkpoint
 
 
-def require_outside(directory: Path, inputs: Mapping[str, Path | str | None]) -> None:
+def require_outside(directory: Path, inputs: Mapping[str, Path]) -> None:
     """RunDirectoryError where --overwrite would remove an input, which is given by name."""
     doomed = {(directory / name).resolve() for name in NAMES}
     for key, path in inputs.items():
-        if not isinstance(path, Path):
-            continue  # of the hub
         links = [f for f in path.iterdir() if f.is_symlink()] if path.is_dir() else []
         for file in [path, *links]:
             place = Path(os.path.realpath(file))

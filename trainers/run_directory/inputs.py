@@ -74,6 +74,11 @@ def settings(config: RunConfig) -> dict[str, str]:
     Without a schedule that ends, nothing before a step depends on how many steps follow.
     """
     tree = config.model_dump(mode="json", exclude=FREE)
+    for part, key, meant in (
+        ("algorithm", "ppo", config.algorithm.of_ppo),
+        ("optimizer", "muon", config.optimizer.of_muon),
+    ):
+        tree[part][key] = meant and meant.model_dump(mode="json")
     canonical = not current().stock and config.consistency.ordered
     for section, keys in (CHECKS | (SCHEDULING if canonical else {})).items():
         for key in keys:

@@ -3,6 +3,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from rl_consistency.distributed.world import World
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.trainers.algorithms.critic import Critic, CriticModel
 from rl_consistency.trainers.policy import load_policy
@@ -21,6 +22,23 @@ def critic(request, tiny_run):
     policy, _ = load_policy(config.policy, config.tokenizer, seed=1)
     with ExitStack() as stack:
         yield Critic(config, policy, stack).model
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_rate_of_its_own_ends_at_the_same_share(tiny_run, schedule):
+    """The policy's minimum may be above the critic's peak."""
+    given = {"optimizer.schedule": schedule, "optimizer.min_lr": 2.5e-3}
+    own = {"algorithm.name": "ppo", "algorithm.ppo": {"critic_learning_rate": 1e-3}}
+    config = tiny_run.config(**given, **own)
+    policy, _ = load_policy(config.policy, config.tokenizer, seed=1)
+    with ExitStack() as stack:
+        critic = Critic(config, policy, stack)
+        critic.assemble(policy, World.join(torch.device("cpu")), None)
+        (rate, *_), (share, *_) = (
+            critic.optimizer._schedule.base_lrs,
+            critic.optimizer._schedule.lr_lambdas,
+        )
+    assert rate * share(config.optimizer_steps) == pytest.approx(2.5e-4)
 
 
 def values_of(critic, groups, layout):

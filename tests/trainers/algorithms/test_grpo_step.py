@@ -1,3 +1,4 @@
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -142,6 +143,17 @@ def test_rewards_that_fp32_cannot_tell_apart_have_the_advantages_of_small_ones(
         assert metrics["reward/equal_group_fraction"] == 0
         found.append(torch.cat([*experience.advantages]))
     assert torch.equal(*found) and bool(found[0].all())
+
+
+def without_some(completions, **_):
+    return [None if i % 3 == 0 else len(text) / 9 for i, text in enumerate(completions)]
+
+
+@pytest.mark.filterwarnings("ignore:all reward functions returned None")
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"])
+def test_a_completion_without_a_reward_is_passed_by(make_trainer, name):
+    metrics = make_trainer(RecordingHook(), without_some, **{"algorithm.name": name}).step(1)
+    assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["reward/mean"])
 
 
 @pytest.mark.parametrize(("overlong", "tokens"), [("mask", 9), ("mask_counted", 14), ("keep", 14)])

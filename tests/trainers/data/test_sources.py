@@ -76,6 +76,12 @@ def test_the_evaluation_split_of_a_directory_is_read(tmp_path):
     assert list(named) == ["mine"] and len(list(read_rows(named["mine"])[0])) == 1
 
 
+def test_a_column_of_csv_that_stands_twice_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer,answer\n1+1=,2,3\n")
+    with pytest.raises(DataError, match=r"a\.csv: the field answer stands more than once"):
+        read(path=str(tmp_path / "a.csv"))
+
+
 def test_fields_of_csv_are_text_as_they_stand(tmp_path):
     (tmp_path / "a.csv").write_text('question,answer\n"a,\nb",007\nNA,1.50\n')
     found, _ = read(path=str(tmp_path / "a.csv"))

@@ -5,6 +5,8 @@ import math
 import re
 import shutil
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +164,23 @@ def test_the_digest_of_a_function_is_that_of_its_source():
     made = [eval(text) for text in ("lambda completion: 1", "lambda completion: 2")]
     assert source_digest(made[0]) != source_digest(made[1])
     assert source_digest(Judge()) == source_digest(Judge())
+    assert source_digest(partial(right, answer="2")) == source_digest(right)
+    assert source_digest(partial(verl)) == source_digest(verl)
+
+
+def test_code_without_a_source_has_one_digest_in_all_processes():
+    """Addresses and the order of sets differ between processes."""
+    made = []
+    for items in ([0, 8], [8, 0], [0, 9]):
+        names = dict[str, Any]()
+        exec("def f(completions):\n    return sum(c in {1} for c in completions)\n", names)
+        outer = names["f"].__code__
+        (inner,) = (code for code in outer.co_consts if hasattr(code, "co_code"))
+        inner = inner.replace(co_consts=(frozenset(items), *inner.co_consts))
+        names["f"].__code__ = outer.replace(co_consts=(inner,))
+        made.append(names["f"])
+    first, same, other = map(source_digest, made)
+    assert first == same != other
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_functions_take_the_place_of_the_recipe_s_rewards(train, tiny_run):
 def test_a_path_a_name_and_overrides_are_taken(train, tiny_run, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(tiny_run.tree()))
-    given = {"training": {"steps": 1}, "run__seed": 5, "set": ["run.name=mine"]}
+    given = {"training": {"steps": 1}, "run__seed": 5, "set": "run.name=mine"}
     first = rlc.train(file, rewards=varied, announce=quiet, **given)
     assert first.summary["name"] == "mine"
     again = train(rewards=[varied], **given, overwrite=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory import directory, manifest, step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError, check_directory
 
 STEPS = {"training.steps": 4, "training.save_every": 2, "training.keep_checkpoints": 3}
 
@@ -218,6 +218,14 @@ def test_inputs_that_links_lead_into_the_run_are_not_overwritten(tiny_run, given
     tiny_run(**given)
     link(tiny_run.directory)
     tiny_run.refused(RunDirectoryError, rf"{file} lies inside the run in", **given, overwrite=True)
+
+
+def test_a_reward_model_inside_the_run_is_not_overwritten(tiny_run, finished):
+    finished(**{"training.steps": 3})
+    model = tiny_run.directory / "run" / "checkpoints" / "step_000003"
+    config = tiny_run.config(**{"reward.functions": [{"model": str(model)}]})
+    with pytest.raises(RunDirectoryError, match=r"functions.0.model .*step_000003 lies inside the"):
+        check_directory(config, resume=False, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rl_consistency.cli import report
 from rl_consistency.cli.main import main
 from rl_consistency.numerics import files
 from rl_consistency.trainers import run
-from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.config.recipe import find_recipe, load_config
 from rl_consistency.trainers.run_directory import checkpoint, inputs
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
@@ -67,6 +67,7 @@ def test_a_run_given_more_steps_ends_as_one_begun_with_them(tiny_run, lasting, d
     assert resumed["parameter_digest"] == summary["parameter_digest"] != short["parameter_digest"]
 
 
+DEMO = find_recipe("grpo_arithmetic_tiny_cpu")
 RATES = {"optimizer.schedule": "cosine", "training.steps": 4}
 OTHER = {
     "optimizer.learning_rate": 4e-3,
@@ -124,6 +125,23 @@ def test_other_keys_of_the_optimizer_are_refused_as_before(tiny_run, finished, k
     finished(**{"training.steps": 3})
     changes = {"training.steps": 4, "optimizer.learning_rate": 1e-3, key: 0.5}
     tiny_run.refused(CheckpointError, f"fingerprint: {key}: 0.5 != ", **changes, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "key"),
+    [
+        ("optimizer.name=muon", "optimizer.muon", "adamw_learning_rate"),
+        ("algorithm.name=ppo", "algorithm.ppo", "critic_learning_rate"),
+    ],
+)
+def test_a_rate_of_a_section_that_was_left_out_may_change(name, section, key):
+    """null stands for the section's defaults."""
+    overrides = [name, "consistency.strict=false"]
+    before = inputs.settings(load_config(DEMO, overrides))
+    after = inputs.settings(load_config(DEMO, [*overrides, f"{section}.{key}=0.5"]))
+    assert {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} == {
+        f"{section}.{key}"
+    }
 
 
 def test_fewer_steps_than_are_done_are_refused(tiny_run, finished):
