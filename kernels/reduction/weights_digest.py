@@ -238,7 +238,9 @@ class ComingSums:
     def __init__(self, sums: Tensor, piece: Tensor) -> None:
         self._piece, self._done = piece, None
         if sums.is_cuda:
-            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            # The caller may have set a default device.
+            cpu = torch.device("cpu")
+            host = torch.empty(sums.shape, dtype=sums.dtype, device=cpu, pin_memory=True)
             sums = host.copy_(sums, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.models.sharding import unwrapped
+from rl_consistency.numerics.masters import follow_weights
 from rl_consistency.numerics.patched import replaced
 
 _log = logging.getLogger(__name__)
@@ -59,8 +60,11 @@ def bf16_weights(
 def _widen(
     weight: nn.Parameter, masters: dict[nn.Parameter, Tensor], unless: Callable[[], bool]
 ) -> None:
-    if not unless():
-        _recast(weight, masters[weight] if weight in masters else weight.data.float())
+    if unless():
+        return
+    if weight in masters:  # the best checkpoint, loaded into the weights, is to stay
+        follow_weights([weight], [masters[weight]])
+    _recast(weight, masters[weight] if weight in masters else weight.data.float())
 
 
 def _recast(weight: nn.Parameter, values: Tensor) -> None:

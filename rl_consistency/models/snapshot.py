@@ -1,15 +1,17 @@
 """What a forward pass reads of a model, as it is at one time, to compare with what it is later.
 
 `Snapshot.holds` asks whether all of it is the very same: then a check need not look again.
-`changed` of its parts names a difference, and takes some ten microseconds, so that each step of a
-rollout can ask some of them.
+`looks` gives what names a difference, and takes some ten microseconds a part, so that each step of
+a rollout can ask some of them.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +23,7 @@ from rl_consistency.models import families
 from rl_consistency.models.inventory import HOOKS, STATELESS, UNWATCHED
 
 MODULES_PER_PART = 32
-CODE_EVERY = 64  # times that `changed` is asked for between two looks at the code
+CODE_EVERY = 64  # looks between two at the code
 
 _KINDS = {"_parameters": "parameter", "_modules": "submodule", "_buffers": "buffer"} | {
     kind: "hook" for kind in HOOKS
@@ -51,10 +53,6 @@ class Part(Protocol):
         """Whether nothing is another object than it was; weights may have other values."""
         ...
 
-    def changed(self) -> Change | None:
-        """The first difference found; a weight that was written to is one."""
-        ...
-
 
 class Snapshot:
     """A patched model as it is now. It keeps no memory of weights that are given other memory, and
@@ -63,21 +61,24 @@ class Snapshot:
     def __init__(self, model: Any) -> None:
         named = list(model.named_modules())
         starts = range(0, len(named), MODULES_PER_PART)
-        self.modules = [_Modules(named[start : start + MODULES_PER_PART]) for start in starts]
-        self.parts: list[Part] = [_Shared(model), _Code(model.config), *self.modules]
+        self._modules = [_Modules(named[start : start + MODULES_PER_PART]) for start in starts]
+        self._shared, self._code = _Shared(model), _Code(model.config)
 
     def holds(self) -> bool:
         """Whether the forward reads the very same now: all but the values of weights."""
-        return all(part.holds() for part in self.parts)
+        parts: list[Part] = [self._shared, self._code, *self._modules]
+        return all(part.holds() for part in parts)
 
-    def settle(self) -> None:
-        """Take the weights' versions and places as they are now for unchanged."""
-        for part in self.modules:
-            part.settle()
+    def looks(self) -> list[Callable[[], Change | None]]:
+        """For one rollout: each names the first difference it finds in some of the model; a weight
+        that is written to, or moved, from now on is one."""
+        looks: list[Callable[[], Change | None]] = [self._shared.changed]
+        looks.append(partial(self._code.changed, itertools.count(1)))
+        return looks + [partial(part.changed, part.read_places()) for part in self._modules]
 
     def addresses(self) -> list[object]:
         """Where all parameters and buffers lie, their strides and shapes."""
-        return [place for part in self.modules for place in part.read_memory()]
+        return [place for part in self._modules for place in part.read_memory()]
 
 
 class _Modules:
@@ -126,7 +127,6 @@ class _Modules:
         )
         entries = enumerate(zip(kinds, self._keys, strict=True))
         self._free = {i for i, (kind, key) in entries if not kind and key in free}
-        self.settle()
 
     def _read_entries(self) -> tuple[list[str], list[object]]:
         keys = list(chain.from_iterable(self._dicts))
@@ -141,8 +141,9 @@ class _Modules:
     def _read_orders(self) -> list[list[str]]:
         return [list(own["_modules"]) for own in self._lists]
 
-    def _read_places(self) -> list[object]:
-        reads = (_VERSION, Tensor.data_ptr, Tensor.stride)
+    def read_places(self) -> list[object]:
+        """Versions, addresses, strides and signs of the tensors."""
+        reads = (_VERSION, Tensor.data_ptr, Tensor.stride, Tensor.is_neg)
         return [value for read in reads for value in map(read, self._tensors)]
 
     def read_memory(self) -> list[object]:
@@ -150,19 +151,19 @@ class _Modules:
         reads = (Tensor.data_ptr, Tensor.stride, Tensor.size)
         return [value for read in reads for value in map(read, self._memory)]
 
-    def settle(self) -> None:
-        """See `Snapshot.settle`."""
-        self._places = self._read_places()
-
     def holds(self) -> bool:
         if any(self._empty) or list(map(type, self._modules)) != self._types:
             return False
-        if not all(map(operator.is_, map(vars, self._modules), self._owns)):
+        if not all(self._own_the_same()):
             return False
         keys, values = self._read_entries()
         if keys != self._keys or not self._are_the_same(values):
             return False
         return self._read_orders() == self._orders and self._read_kinds() == self._kinds
+
+    def _own_the_same(self) -> Iterator[bool]:
+        """Whether each module has the very dictionary that it had."""
+        return map(operator.is_, map(vars, self._modules), self._owns)
 
     def _are_the_same(self, values: list[object]) -> bool:
         if not all(map(operator.is_, values, self._values)):
@@ -172,12 +173,15 @@ class _Modules:
             self._values = values
         return True
 
-    def changed(self) -> Change | None:
+    def changed(self, kept_places: list[object]) -> Change | None:
         if list(map(type, self._modules)) != self._types:
             for name, module, cls in zip(self._names, self._modules, self._types, strict=True):
                 if type(module) is not cls:
                     what = f"{_qualified(type(module))} now, and was a {_qualified(cls)}"
                     return Change(f"module {name} is a {what}", False)
+        if not all(self._own_the_same()):
+            name = self._names[list(self._own_the_same()).index(False)]
+            return Change(f"module {name} has another __dict__", False)
         if any(self._empty):
             (name, kind), now = next(
                 pair for pair in zip(self._empty_labels, self._empty, strict=True) if pair[1]
@@ -187,11 +191,14 @@ class _Modules:
             return change
         if self._read_orders() != self._orders:
             return Change("the layers were put in another order", False)
-        if (places := self._read_places()) == self._places:
+        if (places := self.read_places()) == kept_places:
             return None
         count = len(self._tensors)
-        at = next(i for i, (a, b) in enumerate(zip(places, self._places, strict=True)) if a != b)
-        how = ("was written in place", "was moved to other memory", "has other strides")
+        at = next(i for i, (a, b) in enumerate(zip(places, kept_places, strict=True)) if a != b)
+        how = (
+            *("was written in place", "was moved to other memory"),
+            *("has other strides", "has another sign"),
+        )
         return Change(f"{self._tensor_names[at % count]} {how[at // count]}", True)
 
     def _changed_entry(self) -> Change | None:
@@ -230,7 +237,8 @@ class _Shared:
         """All members of all classes, and what values of configs say and are."""
         values = list(chain.from_iterable(map(_VALUES, (space for _, space, _ in self._spaces))))
         for config, own in zip(self._owners, self._configs, strict=True):
-            values += (vars(config) is own, str(own), *map(type, own.values()))
+            names = str(getattr(type(config), "attribute_map", None))
+            values += (vars(config) is own, str(own), names, *map(type, own.values()))
         return values
 
     def holds(self) -> bool:
@@ -274,15 +282,14 @@ class _Code:
     the looks: there are a thousand of them."""
 
     def __init__(self, config: Any) -> None:
-        self._config, self._watch, self._num_looks = config, families.code_watch(config), 0
+        self._config, self._watch = config, families.code_watch(config)
         self._kept = self._watch.read(config)
 
     def holds(self) -> bool:
         return self._watch.read(self._config) == self._kept
 
-    def changed(self) -> Change | None:
-        self._num_looks += 1
-        if self._num_looks % CODE_EVERY or self._watch.read(self._config) == self._kept:
+    def changed(self, looks: Iterator[int]) -> Change | None:
+        if next(looks) % CODE_EVERY or self._watch.read(self._config) == self._kept:
             return None
         return Change("code that the forward stands on was replaced", False)
 

@@ -41,6 +41,16 @@ def round_into(weights: Iterable[nn.Parameter], masters: Iterable[nn.Parameter])
             weight.copy_(master)
 
 
+@torch.no_grad()
+def follow_weights(weights: Iterable[Tensor], masters: Iterable[Tensor]) -> None:
+    """Take values that others wrote into weights over into their masters."""
+    # Versions of tensors do not tell: what writes through `.data` leaves them as they are.
+    for weight, master in zip(weights, masters, strict=True):
+        kept = master.to(weight.dtype) == weight
+        if not kept.all():  # copies in fp32 are large
+            master.copy_(torch.where(kept, master, weight.float()))
+
+
 class MasterAdamW(torch.optim.AdamW):
     """torch's AdamW on fp32 copies of 16-bit weights, which are rounded into them after each step.
 
@@ -74,11 +84,7 @@ class MasterAdamW(torch.optim.AdamW):
         """Update the masters by the gradients of the weights, then round them into the weights."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # Versions of tensors do not tell: what writes through `.data` leaves them as they are.
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            kept = master.to(weight.dtype) == weight
-            if not kept.all():  # copies in fp32 are large
-                master.copy_(torch.where(kept, master, weight.float()))
+        follow_weights(self._weights, self._masters)
         gradients = [None if w.grad is None else w.grad.float() for w in self._weights]
         step_masters(super().step, self._masters, gradients)
         round_into(self._weights, self._masters)

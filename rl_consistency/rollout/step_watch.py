@@ -50,8 +50,7 @@ class StepWatch:
         self, snapshot: Snapshot, weights: Iterable[tuple[str, Tensor]], *, placed: bool = False
     ) -> None:
         """`placed`: the weights `fit` reading by their addresses."""
-        snapshot.settle()
-        self._parts, self._next = snapshot.parts, 0
+        self._parts, self._next = snapshot.looks(), 0
         # They keep the memory, which is read by its address, where a parameter is given other.
         self._memory = named = [(name, x.detach()) for name, x in weights if x.numel()]
         self._values: _Values = _PlacedValues(named) if placed else _ValuesOnHost(named)
@@ -62,7 +61,7 @@ class StepWatch:
         for _ in self._parts:
             part = self._parts[self._next]
             self._next = (self._next + 1) % len(self._parts)
-            if (change := part.changed()) is not None:
+            if (change := part()) is not None:
                 return change
             if is_busy is not None and not is_busy():
                 break

@@ -44,6 +44,8 @@ def test_a_digest_by_addresses_is_that_of_the_tensors(model):
     assert placed.launch()() == weights_digest(named) != before()
     weight[-1] = kept
     assert placed.launch()() == before()
+    with torch.device("cuda"):
+        assert PlacedDigest(named).launch()() == weights_digest(named) == before()
 
 
 def test_the_engine_reads_the_digest_of_the_weights_where_they_lie_now(engine, model):

@@ -130,6 +130,15 @@ def test_the_reference_is_rounded_too_and_both_are_given_back(named, attach):
     assert trainer.accelerator.native_amp
 
 
+def test_weights_that_were_loaded_meanwhile_stay(named, attach):
+    trainer = named()
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    with attach(trainer):  # as `load_best_model_at_end` does
+        trainer.model.model.norm.weight.data.fill_(0.5)
+    before["model.norm.weight"].fill_(0.5)
+    assert all(torch.equal(w, before[name]) for name, w in trainer.model.named_parameters())
+
+
 def test_what_is_refused_rounds_no_weight(named, attach):
     trainer = named(optim="sgd")
     with pytest.raises(ValueError, match="optim='sgd' for a model in torch.bfloat16.*bf16=False"):

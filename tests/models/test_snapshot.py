@@ -66,6 +66,9 @@ CHANGES = {
     "a kind of value of the config": lambda m: place(vars(m.config), "use_cache", 1),
     "the config's dictionary": lambda m: own_dict(m.config),
     "a nested value": lambda m: place(m.config.rope_parameters, "rope_theta", 5.0),
+    "a name of the config": lambda m: place(
+        type(m.config).attribute_map, "rms_norm_eps", "initializer_range"
+    ),
     "a function": lambda m: attribute(nn.functional, "silu", nn.functional.relu),
     "a member of a class": lambda m: attribute(type(m.model.norm), "forward", lambda *_: None),
     "a base's call": lambda m: attribute(nn.Module, "__call__", lambda *_: None),

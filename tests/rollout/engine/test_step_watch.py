@@ -155,6 +155,11 @@ def changes(model):
         "bias": (entry(gate._parameters, "bias", nn.Parameter(torch.ones(48))), "parameter bias"),
         "other memory": (memory_of(weight, torch.clone), "o_proj.weight was moved to other memory"),
         "transposed": (memory_of(weight, torch.t), "o_proj.weight has other strides"),
+        "dictionary": (
+            setting(mlp, "__dict__", {**vars(mlp), "forward": lambda x: x}),
+            "module model.layers.1.mlp has another __dict__",
+        ),
+        "negated": (memory_of(weight, torch._neg_view), "o_proj.weight has another sign"),
         "in place": (in_place(weight), "o_proj.weight was written in place"),
         "through data": (Written(weight.data), "o_proj.weight has other values"),
         "one value": (Written(base.embed_tokens.weight.data, (7, 3)), "embed_tokens.weight has"),
@@ -173,7 +178,7 @@ NAMES = [
     *("scaling", "eps", "window", "new", "forward", "call", "class", "property", "hook", "config"),
     *("submodule", "bias", "order", "function", "property of config", "global hook"),
     *("nested config", "other memory", "transposed", "in place", "through data", "one value"),
-    *("inv_freq", "order in place", "angles"),
+    *("inv_freq", "order in place", "angles", "negated", "dictionary"),
 ]
 
 
@@ -307,6 +312,17 @@ def test_while_a_device_is_busy_all_is_looked_at_and_else_a_part_in_each_step(mo
         assert sum(seen) == 2 and seen.index(True) == count - 1
         assert watch.look(lambda: True) is not None
     assert watch.look() is None
+
+
+def test_another_rollout_that_begins_hides_no_change_from_the_one_under_way(model):
+    snapshot, weights = Snapshot(model), [("of no model", torch.ones(1))]
+    first = StepWatch(snapshot, weights)
+    assert first.look() is None
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.0)
+    second = StepWatch(snapshot, weights)
+    assert first.look() == ("model.norm.weight was written in place", True)
+    assert second.look() is None
 
 
 def test_the_weights_memory_is_not_kept_after_a_rollout(model):
