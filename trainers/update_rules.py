@@ -35,13 +35,17 @@ def build_optimizer(section: OptimizerSection, groups: Groups) -> torch.optim.Op
     """
     if (muon := section.of_muon) is not None:
         return _muon(section, muon, groups)
-    given = [{"params": list(g.values()), "weight_decay": decay} for g, decay in groups]
+    given = _given(groups)
     settings: dict[str, Any] = {"lr": section.learning_rate}
     settings |= {"betas": section.betas, "eps": section.eps}
     if section.name == "adamw_8bit":
         return _bitsandbytes().optim.AdamW8bit(given, **settings)
     fused = all(master.is_cuda for group, _ in groups for master in group.values())
     return torch.optim.AdamW(given, **settings, foreach=False, fused=fused)
+
+
+def _given(groups: Groups) -> list[dict[str, Any]]:
+    return [{"params": list(g.values()), "weight_decay": decay} for g, decay in groups]
 
 
 def _bitsandbytes() -> Any:
@@ -98,10 +102,9 @@ def _muon(section: OptimizerSection, own: MuonSection, groups: Groups) -> MuonWi
         inner = _inner(group)
         for to, names in ((matrices, inner), (others, group.keys() - inner)):
             if names:
-                chosen = [master for name, master in group.items() if name in names]
-                to.append({"params": chosen, "weight_decay": decay})
+                to.append(({name: p for name, p in group.items() if name in names}, decay))
     muon = torch.optim.Muon(
-        matrices,
+        _given(matrices),
         lr=section.learning_rate,
         momentum=own.momentum,
         adjust_lr_fn=own.adjust_lr_fn,
@@ -109,8 +112,7 @@ def _muon(section: OptimizerSection, own: MuonSection, groups: Groups) -> MuonWi
     rest = section.model_copy(
         update={"name": "adamw", "learning_rate": own.adamw_learning_rate or section.learning_rate}
     )
-    named = [({str(i): p for i, p in enumerate(g["params"])}, g["weight_decay"]) for g in others]
-    adamw = build_optimizer(rest, named)
+    adamw = build_optimizer(rest, others)
     assert isinstance(adamw, torch.optim.AdamW)
     return MuonWithAdamW(muon, adamw)
 

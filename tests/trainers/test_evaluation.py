@@ -50,7 +50,7 @@ def test_one_completion_is_greedy_and_noise_is_of_seed_set_and_step(tiny_run):
     ("changes", "message"),
     [
         ({"eval_sampling": {"m": 3}}, "unknown key m; "),
-        ({"eval_sampling": {"n": 0}}, "n must"),
+        ({"eval_sampling": {"m": 3, "n": 0}}, "unknown key m; .*; n must"),
         ({"eval_sampling": {"n": 2, "temperature": 0}}, "n greedy completions are equal"),
         ({"eval_sampling": {"n": 2}, "eval_pass_at": [1, 4]}, "4 is more than the 2 completions"),
         ({"eval_sampling": {"max_tokens": 60}}, "training.eval_sampling.max_tokens 60 = 66 tokens"),

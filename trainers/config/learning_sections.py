@@ -28,20 +28,27 @@ SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _N
 """Keys of rollout.sampling. The seed is run.seed, and no greedy samples are drawn to learn from."""
 
 
-def _sampling(value: Any) -> Any:
-    """The SamplingParams of a mapping; SamplingParams checks the values itself."""
-    if not isinstance(value, dict):
-        return value
+def _sampling_problems(value: dict[Any, Any]) -> list[str]:
+    """What is wrong with each key; SamplingParams checks the values itself."""
     problems: list[str] = []
     for key, given in value.items():
         if key not in SAMPLING_KEYS:
             problems.append(f"unknown key {key}; {nearest_key(str(key), SAMPLING_KEYS)}")
             continue
         try:
-            if SamplingParams(**{key: given}).temperature == 0:
-                problems.append("temperature must be above 0: greedy completions are equal")
+            SamplingParams(**{key: given})
         except (TypeError, ValueError) as error:
             problems.append(str(error))
+    return problems
+
+
+def _sampling(value: Any) -> Any:
+    """The SamplingParams of a mapping."""
+    if not isinstance(value, dict):
+        return value
+    problems = _sampling_problems(value)
+    if value.get("temperature") == 0:
+        problems.append("temperature must be above 0: greedy completions are equal")
     if missing := [key for key in ("n", "max_tokens") if key not in value]:
         problems.append(f"missing: {', '.join(missing)}")
     if problems:
@@ -50,15 +57,14 @@ def _sampling(value: Any) -> Any:
 
 
 def _eval_sampling(value: Any) -> Any:
-    """What differs from rollout.sampling, each value checked by SamplingParams."""
+    """What differs from rollout.sampling."""
     if not isinstance(value, dict):
         return value
-    for key, given in value.items():
-        if key not in SAMPLING_KEYS:
-            raise ValueError(f"unknown key {key}; {nearest_key(str(key), SAMPLING_KEYS)}")
-        SamplingParams(**{key: given})
-    if value.get("n", 1) > 1 and value.get("temperature") == 0:
-        raise ValueError("n greedy completions are equal: leave out n, or raise the temperature")
+    problems = _sampling_problems(value)
+    if not problems and value.get("n", 1) > 1 and value.get("temperature") == 0:
+        problems = ["n greedy completions are equal: leave out n, or raise the temperature"]
+    if problems:
+        raise ValueError("; ".join(problems))
     return value
 
 
