@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -46,14 +46,6 @@ class Change(NamedTuple):
     of_weights: bool
 
 
-class Part(Protocol):
-    """Some of what a forward reads."""
-
-    def holds(self) -> bool:
-        """Whether nothing is another object than it was; weights may have other values."""
-        ...
-
-
 class Snapshot:
     """A patched model as it is now. It keeps no memory of weights that are given other memory, and
     keeps parameters alive that leave the model."""
@@ -66,8 +58,7 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether the forward reads the very same now: all but the values of weights."""
-        parts: list[Part] = [self._shared, self._code, *self._modules]
-        return all(part.holds() for part in parts)
+        return all(part.holds() for part in (self._shared, self._code, *self._modules))
 
     def looks(self) -> list[Callable[[], Change | None]]:
         """For one rollout: each names the first difference it finds in some of the model; a weight
