@@ -21,6 +21,7 @@ from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.reward_model import RewardModel
+from rl_consistency.trainers.services import missing_services
 
 MOST_TOKENS = 16
 """Most tokens of a completion."""
@@ -42,7 +43,11 @@ def rehearse(run: Any, announce: Callable[[str], None]) -> dict[str, Any]:
     parts, available = resident(run, kv_cache), available_bytes(run.model.device)
     if available is not None:
         parts |= activations(run, recipe)
-    told = [*_told(run, metrics), *memory_told(parts, available)]
+    told = [
+        *_told(run, metrics),
+        *memory_told(parts, available),
+        *missing_services(recipe).values(),
+    ]
     run.progress.starts("")
     for line in [*told, "A dry run writes no run directory and saves no weights."]:
         announce(line)

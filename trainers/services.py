@@ -33,6 +33,7 @@ Say = Callable[[str], None]
 
 MISSING = "wandb is not installed: pip install 'rl-consistency[wandb]'"
 NO_KEY = "wandb took no key, or was not reached: set WANDB_API_KEY, or set mode to offline"
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",)}
 WITHOUT = "{} logs nothing from here on, and the run goes on ({}). metrics.jsonl has all figures"
 
 
@@ -194,18 +195,24 @@ class _MLflow(Service):
         mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
+def missing_services(config: RunConfig) -> dict[str, str]:
+    """TensorBoard and MLflow, where a recipe asks for them and they are not installed -> a line."""
+    return {
+        name: WITHOUT.format(name, f"it is not installed: pip install 'rl-consistency[{name}]'")
+        for name, packages in _PACKAGES.items()
+        if getattr(config.tracking, name) is not None and not any(map(find_spec, packages))
+    }
+
+
 def services_of(run: Any) -> Iterator[Service]:
     """TensorBoard and MLflow, where the recipe of a run asks for them and they are installed."""
     config: RunConfig = run.config
-    installed = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",)}
-    for name, packages in installed.items():
-        if getattr(config.tracking, name) is None:
-            continue
-        if not any(map(find_spec, packages)):
-            problem = f"it is not installed: pip install 'rl-consistency[{name}]'"
-            run.announce(WITHOUT.format(name, problem))
-            continue
-        yield _tensorboard(run, config) if name == "tensorboard" else _mlflow(run, config)
+    missing = missing_services(config)
+    for line in missing.values():
+        run.announce(line)
+    for name, begun in (("tensorboard", _tensorboard), ("mlflow", _mlflow)):
+        if getattr(config.tracking, name) is not None and name not in missing:
+            yield begun(run, config)
 
 
 def _tensorboard(run: Any, config: RunConfig) -> Service:

@@ -223,7 +223,7 @@ def sequence_of(
         prompt_index=prompt_id,
         sample_index=sample_index,
         prompt_id=prompt_id,
-        params=SamplingParams(max_tokens=max_tokens, speculation=speculation),
+        params=SamplingParams(max_tokens=max_tokens, speculation=speculation, seed=0),
         stop_token_ids=stop,
         token_ids=prompt,
         speculator=(Speculator(PromptLookupDrafter(), speculation, VOCAB) if speculation else None),

@@ -10,6 +10,7 @@ from rl_consistency.cli.main import main
 from rl_consistency.models.patch import patch
 from rl_consistency.models.scoring.token_logprobs import token_logprobs
 from rl_consistency.trainers import dry_run as dry_run_module
+from rl_consistency.trainers import services
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of, engine_of
 from rl_consistency.trainers.dry_run import largest_pass, memory_told, reduced
 from rl_consistency.trainers.policy import load_policy
@@ -51,6 +52,12 @@ def test_a_dry_run_tells_what_it_saw_and_leaves_nothing(dry_run, tiny_run, capsy
     assert "tokens    0 of " in told and "toy_rewards:varied 0." in told
     assert "weights 0.1 MiB" in told and "and activations" in told
     assert told.endswith("A dry run writes no run directory and saves no weights.\n")
+
+
+def test_a_tracker_that_is_not_installed_is_named(dry_run, capsys, monkeypatch):
+    monkeypatch.setattr(services, "find_spec", lambda name: None)
+    assert dry_run(**{"tracking.tensorboard": True}) == 0
+    assert "tensorboard logs nothing from here on" in capsys.readouterr().out
 
 
 def test_the_memory_is_that_of_the_whole_recipe(tiny_run, monkeypatch):

@@ -54,7 +54,7 @@ def test_a_run_goes_on_where_no_reward_function_applies(tiny_run):
     (row,) = read_rows(tiny_run.directory / "run" / "samples.jsonl")
     assert row["samples"][0]["reward"] is None
     ppo = {"algorithm.name": "ppo", "run.output_dir": str(tiny_run.directory / "ppo")}
-    with pytest.warns(UserWarning), pytest.raises(RewardError, match="PPO needs the reward of e"):
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="ppo needs the reward of e"):
         tiny_run(**{"reward.functions": [term], "training.steps": 1} | ppo)
 
 
