@@ -8,6 +8,7 @@ config. Paths in it are relative to the directory in which it is loaded, and abs
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -382,8 +383,21 @@ def _problems(items: Sequence[Any]) -> list[str]:
             message = str(item.get("ctx", {}).get("error", item["msg"]))
             problems += [f"{path}: {message}"] if path else message.splitlines()
         else:
-            problems.append(f"{path}: {item['msg']}, got {shown(item['input']):.60}")
+            problems.append(f"{path}: {_told(item)}")
     return problems
+
+
+def _told(item: dict[str, Any]) -> str:
+    """What pydantic says was wanted, in words of a recipe, and what was given."""
+    kind, given, wanted, more = item["type"], item["input"], item["msg"], ""
+    if kind == "model_type":
+        wanted = "a section, {key: value, ...}, is wanted; {} takes all defaults"
+    if kind in ("tuple_type", "list_type") and isinstance(given, str):
+        wanted = f"a list is wanted: write [{given}]"
+    if kind == "literal_error" and isinstance(given, str):
+        allowed = re.findall(r"'([^']+)'", item["ctx"]["expected"])
+        more = "".join(f"; did you mean {near}?" for near in get_close_matches(given, allowed, n=1))
+    return f"{wanted}, got {shown(given):.60}{more}"
 
 
 def _hint(location: tuple[int | str, ...]) -> str:
@@ -398,7 +412,12 @@ def _hint(location: tuple[int | str, ...]) -> str:
     if (other := OTHER_NAMES.get(key)) and key not in by_name:
         return f"did you mean {other}?"
     near = [] if key in by_name else get_close_matches(key, by_name, n=1, cutoff=0.8)
-    return nearest_key(key, siblings, by_name.get(near[0] if near else key, ()))
+    found = by_name.get(near[0] if near else key, [])
+    own = [path for path in found if path.split(".")[:1] == section[:1]]
+    # A run's name is meant nowhere else, and the policy's rate more often than the warm start's.
+    others = sorted(found, key=lambda path: not path.startswith("optimizer."))
+    elsewhere = own or [path for path in others if not path.startswith("run.")]
+    return nearest_key(key, siblings, elsewhere)
 
 
 def all_paths() -> list[str]:

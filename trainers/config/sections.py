@@ -97,7 +97,7 @@ def nearest_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
     """What an unknown key may have been meant to be, of the keys here and `elsewhere`."""
     near = get_close_matches(key, known, n=1, cutoff=0.8) or elsewhere
     if near := near or get_close_matches(key, known, n=1):
-        return f"did you mean {near[0]}?"
+        return f"did you mean {' or '.join(near[:2])}?"
     return f"the keys here are {', '.join(known)}"
 
 

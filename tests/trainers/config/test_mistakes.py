@@ -28,7 +28,7 @@ MISTAKES = {
     "optimizer.betas=[0.9]": "optimizer.betas.1: missing",
     "training.rollout_per_step=1": "training.rollout_per_step: unknown key",
     "consistency={strict: false, strict_except: [glu]}": "strict_except: has no meaning when",
-    "tracking=3": "tracking: Input should be a valid dictionary",
+    "tracking=3": "tracking: a section, {key: value, ...}, is wanted",
     "sampling={top_p: 1}": "sampling: unknown key; did you mean rollout.sampling?",
     "training.exponential_moving_average=1": "the keys here are steps, micro_batch_size",
 }
@@ -72,6 +72,22 @@ def test_files_that_are_missing_are_told_with_the_rest(problems_of, tmp_path):
     config = load_config(tmp_path / "recipe.yaml", changes)
     with pytest.raises(ConfigError, match=r"2 inputs.*\n  policy.path: .*\n  data.path: there"):
         require_inputs(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("training.learning_rate=1", "mean optimizer.learning_rate or warm_start.learning_rate?"),
+        ("reward.name=x", "mean reward.functions.name?"),
+        ("algorithm.dynamic_sampling=true", "a section, {key: value, ...}, is wanted"),
+        ("tracking.wandb=p", "a section, {key: value, ...}, is wanted"),
+        ("optimizer.betas=0.9,0.95", "write [0.9,0.95]"),
+        ("policy.dtype=bf16", "did you mean bfloat16?"),
+    ],
+)
+def test_what_was_meant_is_told_in_words_of_a_recipe(problems_of, change, told):
+    (problem,) = problems_of(change)
+    assert told in problem and "Section" not in problem
 
 
 def test_a_rule_about_a_key_that_is_wrong_itself_waits(problems_of):
