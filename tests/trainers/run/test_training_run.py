@@ -93,7 +93,10 @@ def test_what_is_no_recipe_is_refused():
 def test_runs_follow_one_another_also_in_another_thread_and_under_fsdp2(train):
     threads = torch.get_num_threads()
     first = train(rewards=[varied])
-    with pytest.raises(RunDirectoryError, match="already holds a run"):
+    with pytest.raises(
+        RunDirectoryError,
+        match="run; continue it with resume=True, remove it with overwrite=True, .* run={",
+    ):
         train(rewards=[varied])
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(train, rewards=[varied], overwrite=True).result()
