@@ -231,6 +231,9 @@ def _rollout_faults(trainer: Any) -> Iterator[str]:
         yield f"temperature={trainer.temperature!r}; greedy completions are equal, set it above 0"
     if trainer.max_completion_length is None:
         yield "max_completion_length=None; the engine needs a number of tokens"
+    elif (context := trainer.model.config.max_position_embeddings) <= trainer.max_completion_length:
+        given = f"max_completion_length={trainer.max_completion_length}"
+        yield f"{given}; with a prompt it exceeds the model's context of {context} tokens, lower it"
     config = trainer.model.generation_config
     for name, value in (config.to_diff_dict() if config is not None else {}).items():
         idle = value in (None, False, [], {}) or value == _IDLE.get(name)

@@ -54,7 +54,7 @@ REGROUPINGS = (
 """Compared with the whole packed batch when nothing else is asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RegroupingResult:
     """One regrouping against the whole batch."""
 
@@ -69,6 +69,11 @@ class RegroupingResult:
     @property
     def first_parameter(self) -> str | None:
         return next((name for name, count in self.differing.items() if count), None)
+
+    def __repr__(self) -> str:
+        found = {name: count for name, count in self.differing.items() if count}
+        told = f"differing={found}" if found else f"0 elements of {len(self.differing)} parameters"
+        return f"RegroupingResult({self.name!r}, {told})"
 
 
 @dataclass(frozen=True)

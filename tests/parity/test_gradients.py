@@ -12,6 +12,7 @@ from rl_consistency.parity import gradients
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
     GradientReport,
+    RegroupingResult,
     check_gradients,
 )
 from rl_consistency.verify.presets import PRESETS, build_preset
@@ -193,3 +194,10 @@ def test_another_order_of_sequences_fails():
             ).sum().backward()
             gradients.append(model.model.layers[0].mlp.up_proj.weight.grad.clone())
     assert first_difference({"": gradients[0]}, {"": gradients[1]}) is not None
+
+
+def test_a_result_shows_the_parameters_that_differ_only():
+    assert repr(RegroupingResult("uneven", {"a": 0, "b": 0})).endswith(
+        "0 elements of 2 parameters)"
+    )
+    assert repr(RegroupingResult("uneven", {"a": 0, "b": 3})).endswith("differing={'b': 3})")
