@@ -387,16 +387,20 @@ def _problems(items: Sequence[Any]) -> list[str]:
     return problems
 
 
+_FULL_NAMES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
 def _told(item: dict[str, Any]) -> str:
     """What pydantic says was wanted, in words of a recipe, and what was given."""
     kind, given, wanted, more = item["type"], item["input"], item["msg"], ""
     if kind == "model_type":
-        wanted = "a section, {key: value, ...}, is wanted; {} takes all defaults"
+        wanted = "a section, {key: value, ...}, is wanted"
     if kind in ("tuple_type", "list_type") and isinstance(given, str):
         wanted = f"a list is wanted: write [{given}]"
     if kind == "literal_error" and isinstance(given, str):
         allowed = re.findall(r"'([^']+)'", item["ctx"]["expected"])
-        more = "".join(f"; did you mean {near}?" for near in get_close_matches(given, allowed, n=1))
+        near = get_close_matches(_FULL_NAMES.get(given, given), allowed, n=1)
+        more = "".join(f"; did you mean {name}?" for name in near)
     return f"{wanted}, got {shown(given):.60}{more}"
 
 

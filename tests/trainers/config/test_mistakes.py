@@ -83,6 +83,8 @@ def test_files_that_are_missing_are_told_with_the_rest(problems_of, tmp_path):
         ("tracking.wandb=p", "a section, {key: value, ...}, is wanted"),
         ("optimizer.betas=0.9,0.95", "write [0.9,0.95]"),
         ("policy.dtype=bf16", "did you mean bfloat16?"),
+        ("policy.dtype=half", "did you mean bfloat16?"),
+        ("policy.dtype=fp32", "did you mean float32?"),
     ],
 )
 def test_what_was_meant_is_told_in_words_of_a_recipe(problems_of, change, told):
