@@ -3,6 +3,8 @@
 import inspect
 import re
 from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,8 @@ pytest.importorskip("trl", reason="trl is an optional extra")
 
 import torch
 from accelerate import Accelerator
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from packaging.version import Version
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -94,3 +97,17 @@ def test_the_fused_head_is_a_forward_on_the_instance(directory):
 def test_logging_takes_a_dictionary_that_may_be_added_to(trainer):
     assert list(inspect.signature(trainer.log).parameters) == ["self", "logs", "start_time"]
     assert "logs.update(metrics)" in inspect.getsource(trainer.log)
+
+
+def test_the_page_about_trl_names_its_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "coming_from_trl.md").read_text()
+    table = page[: page.index("| vLLM |")]
+    named = dict(re.findall(r"`(\w+)` \((\w[\w.-]*)(?: in TRL 1\.16)?\)", table))
+    defaults = {field.name: field.default for field in fields(GRPOConfig)}
+    assert len(named) >= 6
+    # The length is of the newest version that is covered.
+    newer = Version(version("trl")) >= Version("1.16")
+    checked = named if newer else {k: v for k, v in named.items() if k != "max_completion_length"}
+    for name, value in checked.items():
+        shown = str(getattr(defaults[name], "value", defaults[name]))
+        assert shown == value or float(shown) == float(value), name
