@@ -107,7 +107,7 @@ class Trainer:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-        model.to("cuda").eval()
+        model.cuda().eval()
         rlc.patch(model)
         return cls(model)
 
