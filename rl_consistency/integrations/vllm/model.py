@@ -209,3 +209,5 @@ def refuse(vllm_config: Any) -> None:
         raise ValueError("rl_consistency in vLLM: quantisation is not covered.")
     if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
         raise ValueError("rl_consistency in vLLM: LoRA and speculation are not covered.")
+    if vllm_config.kv_transfer_config is not None:  # it may bring keys of other weights
+        raise ValueError("rl_consistency in vLLM: kv_transfer_config is not covered.")

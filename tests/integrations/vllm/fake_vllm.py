@@ -205,6 +205,7 @@ def vllm_config(config, dtype, *, max_model_len=512, max_num_batched_tokens=1024
             "scheduler_config": of(max_num_batched_tokens=max_num_batched_tokens),
             "compilation_config": of(static_forward_context={}),
             **dict.fromkeys(("quant_config", "lora_config", "speculative_config")),
+            "kv_transfer_config": None,
             **parts,
         }
     )
