@@ -144,7 +144,8 @@ class DecodeLayouts:
             found = CapturedPagedAttention.of(
                 SequenceTables(*numbers, token_len=ones.clone()),
                 queries=1,
-                capacity=self._capacity,
+                # vLLM may have lowered its longest context since.
+                capacity=min(self._capacity, table.shape[1] * cache["block_size"]),
                 slot_mapping=torch.zeros(rows, dtype=torch.int64, device=lens.device),
                 **cache,
             )

@@ -83,6 +83,16 @@ class ModelRegistry:
         cls.models[model_arch] = model_cls
 
 
+class VerifyAndUpdateConfig:
+    @staticmethod
+    def verify_and_update_config(vllm_config):
+        return
+
+    @staticmethod
+    def verify_and_update_model_config(model_config):
+        return
+
+
 def default_weight_loader(param, loaded_weight):
     assert param.size() == loaded_weight.size()
     param.data.copy_(loaded_weight)
@@ -122,6 +132,10 @@ NAMES = {
     },
     "vllm.model_executor.model_loader.weight_utils": {
         "default_weight_loader": default_weight_loader
+    },
+    "vllm.model_executor.models.config": {
+        "MODELS_CONFIG_MAP": {},
+        "VerifyAndUpdateConfig": VerifyAndUpdateConfig,
     },
     "vllm.model_executor.models.registry": {"ModelRegistry": ModelRegistry},
     "vllm.v1.attention.backend": {
@@ -168,20 +182,45 @@ def installed():
             del sys.modules[name]
 
 
-def vllm_config(config, dtype, *, max_model_len=512, max_num_batched_tokens=1024, **parts):
-    """What of `VllmConfig` the plug-in reads."""
-    of = SimpleNamespace
-    return of(
-        **{
-            "model_config": of(hf_config=config, dtype=dtype, max_model_len=max_model_len),
-            "parallel_config": of(tensor_parallel_size=1, pipeline_parallel_size=1),
-            "cache_config": of(cache_dtype="auto", block_size=BLOCK_SIZE),
-            "scheduler_config": of(max_num_batched_tokens=max_num_batched_tokens),
-            "compilation_config": of(static_forward_context={}),
-            **dict.fromkeys(("quant_config", "lora_config", "speculative_config")),
-            **parts,
-        }
+def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
+    """What of `VllmConfig` the plug-in reads, at vLLM's defaults; `changed` are `section__name`."""
+    sections = {
+        "model_config": {
+            **{"hf_config": config, "dtype": dtype, "max_model_len": 512, "quantization": None},
+            **{"runner_type": "generate", "model_impl": "auto", "multimodal_config": None},
+            **{"enable_prompt_embeds": False, "enable_return_routed_experts": False},
+            "logprobs_mode": "raw_logprobs",
+        },
+        "parallel_config": {
+            **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
+            "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            **dict.fromkeys(("enable_expert_parallel", "enable_dbo"), False),
+        },
+        "cache_config": {
+            "cache_dtype": "auto",
+            "block_size": BLOCK_SIZE,
+            "kv_offloading_size": None,
+        },
+        "scheduler_config": {
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": 256,
+        },
+        "compilation_config": {
+            "static_forward_context": {},
+            "cudagraph_capture_sizes": None,
+            "max_cudagraph_capture_size": None,
+        },
+    }
+    whole = dict.fromkeys(
+        ("quant_config", "lora_config", "speculative_config", "kv_transfer_config")
     )
+    whole["use_v2_model_runner"] = True
+    for name, value in changed.items():
+        section, _, key = name.partition("__")
+        (sections[section] if key else whole)[key or name] = value
+    made = {name: SimpleNamespace(**fields) for name, fields in sections.items()}
+    return SimpleNamespace(**made, **whole)
 
 
 class Server:
