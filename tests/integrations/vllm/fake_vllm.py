@@ -6,6 +6,7 @@ import random
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple
@@ -227,8 +228,14 @@ class Server:
     """vLLM's scheduler and runner, as far as the model sees them: steps of random chunks over a
     paged cache, padded as for a graph."""
 
-    def __init__(self, model, sequences, *, seed=0, blocks=96, pad=(2, 3)):
+    def __init__(self, model, sequences, *, seed=0, blocks=96, pad=(2, 3), keep=None):
+        """`pad`: requests and tokens of padding; `keep`: a server whose cache this one goes on
+        with, from where it is."""
         self.model, self.sequences, self.pad = model, sequences, pad
+        if keep is not None:
+            self.tables, self.width = keep.tables, keep.width
+            self.computed = list(keep.computed)
+            return
         self.random = random.Random(seed)
         free = list(range(1, blocks))  # 0 is the null block
         self.random.shuffle(free)
@@ -283,8 +290,9 @@ class Server:
         )
         return common, places
 
-    def run(self, chunks, **context):
-        """Hidden states of a step's tokens, with (sequence, position) of each; padding cut off."""
+    def run(self, chunks, *, captured=False, **context):
+        """Hidden states of a step's tokens, with (sequence, position) of each; padding cut off.
+        `captured`: as vLLM runs a decode step for a graph."""
         common, places = self.metadata(chunks)
         tokens = [self.sequences[i][p] for i, p in places] + [0] * self.pad[1]
         positions = [p for _, p in places] + [0] * self.pad[1]
@@ -295,8 +303,9 @@ class Server:
             .get_attn_backend()
             .get_builder_cls()(spec, names, self.model.vllm_config, torch.device("cpu"))
         )
+        build = builder.build_for_cudagraph_capture if captured else partial(builder.build, 0)
         fields = {
-            "attn_metadata": dict.fromkeys(names, builder.build(0, common)),
+            "attn_metadata": dict.fromkeys(names, build(common)),
             "slot_mapping": dict.fromkeys(names, common.slot_mapping),
             "cudagraph_runtime_mode": CUDAGraphMode.NONE,
         }
