@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -112,6 +113,8 @@ def chosen_suites(args: argparse.Namespace, *, tiny: bool) -> Suites:
         raise ValueError("--random-shapes draws shapes of a GPU's size; leave --device cpu out.")
     if args.against and args.vllm is None:
         raise ValueError("--against goes with --vllm FOLDER.")
+    if args.what == "vllm" and find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed: pip install 'rl-consistency[vllm]'.")
     asked = {"models": args.model, "vllm": args.vllm, "against": args.against}
     suites = SUITES[args.what][0](Choice(tiny=tiny, seed=seed, quick=args.quick, **asked))
     if seed is not None:

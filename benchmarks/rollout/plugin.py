@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -52,9 +51,7 @@ TINY_WORKS = (Workload.equal(2, 1, 12, 1), Workload.equal(2, 2, 12, 6))
 
 def plugin_suites(choice: Choice) -> Suites:
     """A suite of each model, which is a directory or a name of `benchmarks.models`. ValueError on
-    an unknown one, and without vLLM."""
-    if find_spec("vllm") is None:
-        raise ValueError("vLLM is not installed: pip install 'rl-consistency[vllm]'.")
+    an unknown one."""
     works = TINY_WORKS if choice.tiny else QUICK_WORKS if choice.quick else WORKS
     models = choice.models or (["tiny-qwen3"] if choice.tiny else MODELS)
     return {f"vllm_{Path(model).name}": plugin_cases(model, works) for model in models}

@@ -1,4 +1,4 @@
-"""The suite `vllm` with a stand-in for vLLM, and without one."""
+"""The suite `vllm` with a stand-in for vLLM."""
 
 from types import SimpleNamespace
 
@@ -57,9 +57,3 @@ def test_the_plugin_is_set_against_vllm_and_a_failure_hides_no_row(monkeypatch, 
     assert prefill["tokens_per_second"]["ours"] == pytest.approx(24e6 / prefill["ours_us"])
     assert "ratio" not in generate and "no kernel for this" in generate["unavailable"]["vllm"]
     assert weights["ours_us"] == 2e6 and not weights["peers"]
-
-
-def test_the_suite_says_that_vllm_is_absent(monkeypatch):
-    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'rl-consistency\[vllm\]'"):
-        plugin.plugin_suites(Choice())
