@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -303,6 +304,16 @@ def test_keys_of_older_weights_are_never_read_in_silence(preset, spoils):
         assert found[0][:-1] == scored(new, sequences[0])
         server.tables[1][:2], server.computed[1] = server.tables[0][:2], len(prompt)
         assert step(model, server, [(1, 8)])[1][:-1] == want
+
+
+def test_vllms_runner_has_each_step_looked_at():
+    model = served(policy())
+    state = object.__new__(model.get_model_state_cls())
+    state.model = model
+    with pytest.raises(ConsistencyError, match="call reset_prefix_cache"):
+        state.preprocess_state(SimpleNamespace(num_computed_tokens_np=np.array([16])), (), None, ())
+    state.preprocess_state(SimpleNamespace(num_computed_tokens_np=np.array([16, 0])), (), None, ())
+    state.preprocess_state(SimpleNamespace(num_computed_tokens_np=np.array([16])), (), None, ())
 
 
 def test_a_layer_of_each_window_loses_its_keys():
