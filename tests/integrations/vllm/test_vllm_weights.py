@@ -195,7 +195,8 @@ def test_what_does_not_fit_is_named_and_all_must_arrive_again(name, tensor, mess
 
 def test_a_checkpoint_of_another_dtype_is_rounded_as_by_from_pretrained():
     wide = policy(dtype=torch.float32)
-    model = served(wide)
+    model = model_of(wide.config)
+    model.load_weights([*named(wide), ("lm_head.weight", wide.lm_head.weight.detach())])
     assert model.digest() == rl_consistency.model_digest(wide.to(torch.bfloat16))
 
 
@@ -228,6 +229,22 @@ def test_a_module_torn_by_a_reload_is_an_error_and_frozen_modules_are_not():
         else:
             model.begin_step([])
             assert check(model, trained)
+
+
+@pytest.mark.parametrize("preset", ("tiny-qwen2", "tiny-mixtral"))
+def test_a_module_in_two_reloads_is_torn(preset):
+    new = policy(preset, seed=1)
+    model = served(policy(preset))
+    model.begin_step([])
+    module = ".q_proj." if preset == "tiny-qwen2" else ".experts."
+    pieces = [pair for pair in of_a_checkpoint(new) if module in pair[0] and ".0." in pair[0]]
+    assert len(pieces) > 1
+    for half in (pieces[:1], pieces[1:]):
+        started = layerwise_reload.start(model)
+        model.load_weights(half)
+        layerwise_reload.finish(started)
+    with pytest.raises(ConsistencyError, match="did not arrive"):
+        model.begin_step([])
 
 
 def test_an_expert_that_did_not_arrive_is_an_error():
