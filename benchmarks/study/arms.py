@@ -1,4 +1,4 @@
-"""What the study compares: our trainer, and the same loop around a stock rollout and stock training.
+"""What the study compares: our trainer, and its loop around a stock rollout and stock training.
 
 All arms have the same data, rewards, advantages, loss, fp32 masters and optimizer. The stock arms
 replace what gives log-probabilities and gradients.

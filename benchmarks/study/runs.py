@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from benchmarks.study.arms import ARMS
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import RunConfig, find_recipe, load_config
 
@@ -32,6 +32,7 @@ UNSAFE = [
     "algorithm.updates_per_rollout=4",
 ]
 HARD = [
+    "optimizer.learning_rate=3e-5",
     "data.task.max_value=99",
     r'data.prompt_template="12 + 35 = 47\n39 + 84 = 123\n{prompt}"',
 ]
@@ -40,9 +41,9 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "unsafe": UNSAFE,
     "unsafe-hard": [*UNSAFE, *HARD],
 }
-"""What a setting changes in the recipe. Unsafe: ten times the learning rate, four updates a rollout,
-and neither ratios nor gradients are clipped. Hard: terms up to 99, of which the model knows few sums,
-so that its tokens stay uncertain for longer."""
+"""What a setting changes in the recipe. Unsafe: ten times the learning rate, four updates a
+rollout, and neither ratios nor gradients are clipped. Hard: three times the rate, and terms up to
+99, of which the model knows few sums, so that its tokens stay uncertain for longer."""
 
 COMMON = [
     "rollout.prompts_per_step=16",
@@ -83,7 +84,7 @@ def train(config: RunConfig, arm: str) -> None:
     try:
         with patch.object(run, "GRPOTrainer", ARMS[arm]):
             run.train(config, resume=resume, overwrite=not resume, announce=lambda line: None)
-    except ValueError as error:
+    except (ValueError, ConsistencyError) as error:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / FAILED).write_text(f"{type(error).__name__}: {error}\n", "utf-8")
 

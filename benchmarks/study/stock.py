@@ -28,11 +28,14 @@ def sample(
 ) -> list[Completion]:
     """`sampling.n` completions of each prompt, as `generate` of transformers draws them: one
     left-padded batch, a key/value cache, a token a step. Logprobs are fp32 log-softmaxes of the
-    logits over the temperature. ValueError where tokens may be ruled out at a temperature above 0.
+    logits over the temperature. ValueError where tokens may be ruled out at a temperature above 0,
+    and for logits that are not finite.
     """
     greedy = sampling.temperature == 0
     if sampling.restricts_support and not greedy:
-        raise ValueError("stock sampling draws from the whole vocabulary: leave top_k, top_p, min_p.")
+        raise ValueError(
+            "stock sampling draws from the whole vocabulary: leave top_k, top_p, min_p."
+        )
     rows = [list(prompt) for prompt in prompts for _ in range(sampling.n)]
     ids, mask = lay_out(rows, "left_padded", model.device)
     assert isinstance(ids, Tensor) and mask is not None
@@ -49,6 +52,8 @@ def sample(
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         output = model(**inputs, **{name: cache}, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float() / (sampling.temperature or 1.0)
+        if not logits.isfinite().all():
+            raise ValueError("the stock model gave logits that are not finite; nothing was drawn.")
         if greedy:
             tokens = logits.argmax(dim=1)
         else:
@@ -78,7 +83,10 @@ def sample(
 
 
 def score(
-    model: Any, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], temperature: float
+    model: Any,
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    temperature: float,
 ) -> TokenLogprobs:
     """Logprobs and entropies of the completions' tokens: one right-padded forward pass, log-softmax
     in fp32. Entropies have no gradient."""
