@@ -8,7 +8,7 @@ names below, and the model runs `paged_hidden_states` over vLLM's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,9 +24,17 @@ from vllm.model_executor.models.registry import ModelRegistry
 from rl_consistency.integrations.vllm.cache import CacheLayer
 from rl_consistency.integrations.vllm.sampler import ModelState
 from rl_consistency.integrations.vllm.settings import CanonicalConfig, refuse
+from rl_consistency.integrations.vllm.sleep import watch_sleep
 from rl_consistency.integrations.vllm.start import compile_kernels
 from rl_consistency.integrations.vllm.steps import CacheViews, DecodeLayouts, Step
-from rl_consistency.integrations.vllm.weights import load_weights
+from rl_consistency.integrations.vllm.weights import (
+    begin_step,
+    digest,
+    digests,
+    load_weights,
+    watch,
+    writable,
+)
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.matmul import audit
@@ -43,7 +51,6 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.settings import verify_settings
-from rl_consistency.rollout.weights import model_digest
 
 ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
 
@@ -98,6 +105,8 @@ class CanonicalForCausalLM(nn.Module):
                 self.session = patch(self.hf, cuda_graphs=False)
         finally:
             torch.set_default_dtype(default)
+        watch(self.hf)
+        watch_sleep(vllm_config.model_config)
         layers, kv_heads, head_dim = cache_sizes(self.hf)
         sizes = config.num_attention_heads, kv_heads, head_dim
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
@@ -184,6 +193,14 @@ class CanonicalForCausalLM(nn.Module):
         """Copy a checkpoint's tensors by name; the names that were loaded, as vLLM counts them."""
         return load_weights(self.hf, weights)
 
+    def get_parameter(self, target: str) -> Any:
+        """A parameter that vLLM writes to in place, such as a sparse patch of one."""
+        return writable(self.hf, target)
+
+    def begin_step(self, computed: Sequence[int]) -> None:
+        """Before a step of requests with so many cached tokens [requests]; see `weights`."""
+        begin_step(self.hf, self.caches, computed)
+
     def digest(self) -> str:
         """What `rl_consistency.model_digest` gives of a trained model with these weights.
 
@@ -196,7 +213,11 @@ class CanonicalForCausalLM(nn.Module):
                 f"products of the vendor library differ from ours: {', '.join(withdrawn)}. Start "
                 "vLLM again; what it gave since its start may not be exact."
             )
-        return model_digest(self.hf)
+        return digest(self.hf)
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each parameter."""
+        return digests(self.hf)
 
     def routing(self) -> Tensor:
         """[3, tokens] int64 on the host, of a mixture's last step: the routing of each token (see
