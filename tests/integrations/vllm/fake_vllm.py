@@ -146,9 +146,10 @@ PLUGIN = "rl_consistency.integrations.vllm"
 
 @contextmanager
 def installed():
-    """Inside the block `import vllm` finds the stubs; the plug-in is imported again."""
-    ours = [name for name in sys.modules if name.split(".")[0] == "vllm" or PLUGIN in name]
-    assert not ours, f"a vLLM is there already: {ours}"
+    """Inside the block `import vllm` finds the stubs; the plug-in is imported again, and what of it
+    was there before comes back."""
+    assert "vllm" not in sys.modules, "a vLLM is there already"
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if PLUGIN in name}
     ModelRegistry.models.clear()
     for name, values in NAMES.items():
         parts = name.split(".")
@@ -166,6 +167,7 @@ def installed():
     finally:
         for name in [n for n in sys.modules if n.split(".")[0] == "vllm" or PLUGIN in n]:
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 def vllm_config(config, dtype, *, max_model_len=512, max_num_batched_tokens=1024, **parts):
