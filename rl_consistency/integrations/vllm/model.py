@@ -8,7 +8,7 @@ names below, and the model runs `paged_hidden_states` over vLLM's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,8 +22,16 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from rl_consistency.integrations.vllm.cache import CacheLayer
 from rl_consistency.integrations.vllm.sampler import ModelState
+from rl_consistency.integrations.vllm.sleep import watch_sleep
 from rl_consistency.integrations.vllm.steps import CacheViews, DecodeLayouts, Step
-from rl_consistency.integrations.vllm.weights import load_weights
+from rl_consistency.integrations.vllm.weights import (
+    begin_step,
+    digest,
+    digests,
+    load_weights,
+    watch,
+    writable,
+)
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
@@ -37,7 +45,6 @@ from rl_consistency.models.forward import (
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.settings import verify_settings
-from rl_consistency.rollout.weights import model_digest
 
 ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
 
@@ -88,6 +95,8 @@ class CanonicalForCausalLM(nn.Module):
                 self.session = patch(self.hf, cuda_graphs=False)
         finally:
             torch.set_default_dtype(default)
+        watch(self.hf)
+        watch_sleep(vllm_config.model_config)
         layers, kv_heads, head_dim = cache_sizes(self.hf)
         sizes = config.num_attention_heads, kv_heads, head_dim
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
@@ -166,9 +175,21 @@ class CanonicalForCausalLM(nn.Module):
         """Copy a checkpoint's tensors by name; the names that were loaded, as vLLM counts them."""
         return load_weights(self.hf, weights)
 
+    def get_parameter(self, target: str) -> Any:
+        """A parameter that vLLM writes to in place, such as a sparse patch of one."""
+        return writable(self.hf, target)
+
+    def begin_step(self, computed: Sequence[int]) -> None:
+        """Before a step of requests with so many cached tokens [requests]; see `weights`."""
+        begin_step(self.hf, self.caches, computed)
+
     def digest(self) -> str:
         """What `rl_consistency.model_digest` gives of the trained model, if the weights are."""
-        return model_digest(self.hf)
+        return digest(self.hf)
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each parameter."""
+        return digests(self.hf)
 
     def fingerprint(self) -> dict[str, str]:
         """The entries of `rl_consistency.fingerprint` in this process."""

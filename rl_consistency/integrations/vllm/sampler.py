@@ -24,6 +24,9 @@ class ModelState(DefaultModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, None]:
         return Sampler(sampler), None
 
+    def preprocess_state(self, input_batch: Any, *_: Any) -> None:
+        self.model.begin_step(input_batch.num_computed_tokens_np)
+
 
 class Sampler:
     """Draws with the random stream of a request's seed, and of `prompt_id` and `sample_index` in
