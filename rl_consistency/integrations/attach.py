@@ -424,7 +424,7 @@ def attach(
         others = "measure_only, metrics_of, rollout and engine options"
         raise TypeError(f"a {kind} does not generate; leave out {others}.")
     if by_vllm and engine:
-        raise TypeError(f"attach() got {', '.join(engine)}, of the engine; leave out rollout='vllm'.")
+        raise TypeError(f"{', '.join(engine)} is of our engine; leave it, or rollout='vllm', out.")
     if measure_only and (engine or sampling_metrics or check_gradients_every or by_vllm):
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":

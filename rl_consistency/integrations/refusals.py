@@ -41,7 +41,7 @@ _ALL_TRAINERS: Covered = {
     "args.use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
     "args.cast_lm_head_to_fp32": (False, "the LM head already sums in fp32: set it to False"),
     "args.torch_compile": (False, "the patched forward is not compiled: set it to False"),
-    "args.use_vllm": (False, "our engine generates: set False, rollout='vllm' or measure_only=True"),
+    "args.use_vllm": (False, "our engine generates: set it to False, or give rollout='vllm'"),
     "args.vllm_structured_outputs_regex": (None, "the engine has no such constraint: set None"),
     "args.neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
     "model_init": (None, "it makes another model when training begins: give model= alone"),

@@ -49,14 +49,15 @@ class VLLMSync:
         naming what differs between its process and this one."""
         workers = self._call(FINGERPRINT)
         if self._is_server:
-            config = self._ask("GET", "server_info", params={"config_format": "json"})["vllm_config"]
+            asked = {"config_format": "json"}
+            config = self._ask("GET", "server_info", params=asked)["vllm_config"]
         else:
             config = self._backend.llm.llm_engine.vllm_config
         dtype = str(next(self._policy.parameters()).dtype)
         settings = _SETTINGS | {"model_config.dtype": (dtype, "training has this one")}
         for path, (allowed, why) in settings.items():
             if (found := str(reduce(_field, path.split("."), config))) != allowed:
-                raise ValueError(f"{self._name} has {path}={found}; allowed: {allowed}, since {why}.")
+                raise ValueError(f"{self._name} has {path}={found}; set {allowed}: {why}.")
         ours = fingerprint(self._policy.device)
         for theirs in workers:
             if differing := ours.difference(Fingerprint(theirs)):
@@ -74,8 +75,8 @@ class VLLMSync:
         else:
             emptied = self._backend.llm.reset_prefix_cache()
         if not emptied:
-            what = f"{self._name} kept its prefix cache after a weight sync, with keys of old weights"
-            raise ConsistencyError(f"{what}, as it does while requests run: send it no others")
+            why = "which it does while requests run; let nobody else send it any"
+            raise ConsistencyError(f"{self._name} kept cached keys of the old weights, {why}")
 
     def _call(self, method: str) -> list[Any]:
         """What each worker answers."""

@@ -1,4 +1,4 @@
-"""`attach(trainer, rollout="vllm")`: TRL's own vLLM generates, over a vLLM that runs the plug-in."""
+"""`attach(trainer, rollout="vllm")`: TRL's own vLLM generates, with our plug-in."""
 
 import sys
 
@@ -112,8 +112,8 @@ def test_one_wrong_bit_of_one_logprob_is_counted_and_told(attach, over_vllm):
 class Deaf(Served):
     """A model that takes no new values of one parameter."""
 
-    def load_weights(self, weights):
-        super().load_weights((n, t) for n, t in weights if n != "model.norm.weight")
+    def load_weights(self, sent):
+        super().load_weights((n, t) for n, t in sent if n != "model.norm.weight")
 
 
 class DeafLLM(LLM):
@@ -128,8 +128,8 @@ class FullLLM(LLM):
 @pytest.mark.parametrize(
     "llm, message",
     [
-        (DeafLLM, r"sync of step 1 .* other weights .* first: model\.norm\.weight"),
-        (FullLLM, "kept its prefix cache"),
+        (DeafLLM, r"serves other weights .* first in model\.norm\.weight"),
+        (FullLLM, "kept cached keys of the old"),
     ],
     ids=["a parameter was passed over", "running requests"],
 )
@@ -169,8 +169,8 @@ class OtherLLM(LLM):
     [
         ("colocate", StockLLM, ValueError, "colocated vLLM does not run .*before the trainer is"),
         ("server", StockLLM, ValueError, "server does not run .* 501 .*RL_CONSISTENCY_VLLM=1 and"),
-        ("server", RawLLM, ValueError, "logprobs_mode=raw_logprobs; allowed: processed_logprobs"),
-        ("colocate", HalfLLM, ValueError, "dtype=torch.bfloat16; allowed: torch.float32"),
+        ("server", RawLLM, ValueError, "logprobs_mode=raw_logprobs; set processed_logprobs"),
+        ("colocate", HalfLLM, ValueError, "dtype=torch.bfloat16; set torch.float32"),
         ("server", OtherLLM, ConsistencyError, r"trainer first: torch: \S+ != 0\.1"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -213,7 +213,7 @@ def test_options_that_do_not_go_with_vllm_are_refused(attach, make):
         attach(make(sft), rollout="vllm")
     trainer = make()
     trainer.args.use_vllm = True
-    with pytest.raises(TypeError, match="num_kv_blocks, of the engine"):
+    with pytest.raises(TypeError, match="num_kv_blocks is of our engine"):
         attach(trainer, rollout="vllm", num_kv_blocks=9)
     with pytest.raises(TypeError, match="measure_only=True leaves"):
         attach(trainer, rollout="vllm", measure_only=True)

@@ -14,31 +14,30 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 
 import rl_consistency as rlc
-from rl_consistency.integrations.vllm.calls import WorkerCalls
+from rl_consistency.integrations.vllm import weights
+from rl_consistency.integrations.vllm.calls import CALLS
 
 
 class Served(torch.nn.Module):
     """The interface of `CanonicalForCausalLM` that trainers use."""
 
-    asleep = False
-
     def __init__(self, path, dtype):
         super().__init__()
         self.hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).requires_grad_(False)
         self.session = rlc.patch(self.hf)
+        weights.watch(self.hf)
 
-    def load_weights(self, weights):
-        parameters = dict(self.hf.named_parameters())
-        with torch.no_grad():
-            for name, tensor in weights:
-                parameters[name].copy_(tensor)
+    def load_weights(self, sent):
+        return weights.load_weights(self.hf, sent)
 
     def fingerprint(self):
         return rlc.fingerprint("cpu").entries
 
     def digest(self):
-        assert not self.asleep, "the weights are not there"
-        return rlc.model_digest(self.hf)
+        return weights.digest(self.hf)
+
+    def digests(self):
+        return weights.digests(self.hf)
 
 
 class StockWorker:
@@ -49,8 +48,8 @@ class StockWorker:
         return self.model_runner.model
 
 
-class Worker(WorkerCalls, StockWorker):
-    """A worker that the plug-in gave its calls."""
+Worker = type("Worker", (StockWorker,), CALLS)
+"""A worker that the plug-in gave its calls."""
 
 
 class LLM:
@@ -85,10 +84,13 @@ class LLM:
         return self.resets
 
     def sleep(self, level):
-        self.worker.get_model().asleep = True
+        for received in weights.watched():
+            received.asleep = True
+            received.distrust("they were thrown away")
 
     def wake_up(self, tags):
-        self.worker.get_model().asleep &= tags != ["weights"]
+        for received in weights.watched():
+            received.asleep &= "weights" not in tags
 
     def generate(self, prompts, sampling_params, use_tqdm):
         asked = vars(sampling_params)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_consistency.integrations.vllm.weights import digests
-
 CALLS: dict[str, Any] = {
     "rl_consistency_fingerprint": lambda worker: worker.get_model().fingerprint(),
     "rl_consistency_digest": lambda worker: worker.get_model().digest(),
-    "rl_consistency_digests": lambda worker: digests(worker.get_model().hf),
+    "rl_consistency_digests": lambda worker: worker.get_model().digests(),
 }
 FINGERPRINT, DIGEST, DIGESTS = CALLS
 

@@ -138,6 +138,7 @@ NAMES = {
         "DefaultModelState": type("DefaultModelState", (), {})
     },
     "vllm.v1.worker.gpu.sample.output": {"SamplerOutput": SamplerOutput},
+    "vllm.v1.worker.worker_base": {"WorkerBase": type("WorkerBase", (), {})},
 }
 """Module -> its names. Another package's tests add theirs here."""
 
