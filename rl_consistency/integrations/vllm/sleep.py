@@ -36,10 +36,10 @@ class WatchedSleep(CuMemBackend):
 
 def watch_sleep(model_config: Any) -> None:
     """Let vLLM sleep by `WatchedSleep`; ValueError on a backend other than vLLM's default."""
-    if model_config.sleep_mode_backend not in ("cumem", NAME):
+    if (given := model_config.sleep_mode_backend) not in ("cumem", NAME):
         raise ValueError(
-            f"rl_consistency in vLLM: sleep_mode_backend {model_config.sleep_mode_backend!r} is not "
-            "covered; use vLLM's default, 'cumem'."
+            f"rl_consistency in vLLM: sleep_mode_backend {given!r} is not covered; use vLLM's "
+            "default, 'cumem'."
         )
     if NAME not in SleepModeBackendFactory._registry:
         SleepModeBackendFactory.register_backend(NAME, __name__, WatchedSleep.__name__)

@@ -37,6 +37,11 @@ Part = tuple[int, int | None]
 """One matrix within a parameter of all experts: the expert, and the half of its rows."""
 
 
+def _known(name: str) -> str:
+    """A name of vLLM's model or of a checkpoint of Mixtral as transformers has it."""
+    return name.removeprefix("hf.").replace(".block_sparse_moe.", ".mlp.")
+
+
 def _place(parameter: Tensor, part: Part | None) -> Tensor:
     place = parameter.data
     if part is not None:
@@ -59,11 +64,14 @@ class Received:
     def __init__(self, hf: nn.Module) -> None:
         self.own: dict[str, str] = {}  # a parameter's names, several if it is tied, -> the first
         self.modules: dict[str, nn.Module] = {}
+        self._beside: dict[nn.Module, list[str]] = {}  # a module's parameters
         self._parts: dict[str, int] = {}  # matrices of a parameter of all experts
         first: dict[int, str] = {}
         for name, parameter in hf.named_parameters(remove_duplicate=False):
             own = self.own[name] = first.setdefault(id(parameter), name)
-            self.modules[own] = hf.get_submodule(own.rpartition(".")[0])
+            if own == name:
+                self.modules[own] = hf.get_submodule(own.rpartition(".")[0])
+                self._beside.setdefault(self.modules[own], []).append(own)
             parameter.weight_loader = _load  # pyright: ignore[reportAttributeAccessIssue]
             if parameter.dim() == 3:
                 self._parts[own] = len(parameter) * (1 + own.endswith(".gate_up_proj"))
@@ -72,15 +80,16 @@ class Received:
         self.witnesses = {layer.self_attn.window: i for i, layer in enumerate(layers)}.values()
         self.missing: set[str] = set()  # parameters that hold nobody's weights
         self.why = ""
-        self.asleep = self.changed = False
+        self.asleep = False
         self.may_convert = True
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget what arrived: a step runs with it."""
         self._whole: set[str] = set()
         self._some: dict[str, set[Part]] = {}
         self._writer: dict[str, str] = {}
-        self._on_meta = False
+        self.changed = self._on_meta = False
 
     def parameter(self, own: str) -> Any:
         """As it is now: vLLM puts others in its place, and back."""
@@ -88,10 +97,9 @@ class Received:
 
     def find(self, name: str) -> tuple[str, Part | None]:
         """The parameter of a name in a checkpoint or in vLLM's model; ValueError if unknown."""
-        known = name.removeprefix("hf.").replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
-        if known in self.own:
-            return self.own[known], None
-        if (found := _EXPERT.fullmatch(known)) is not None:
+        if (name := _known(name)) in self.own:
+            return self.own[name], None
+        if (found := _EXPERT.fullmatch(name)) is not None:
             stacked, half = _STACKED[found[3]]
             own, expert = f"{found[1]}.{stacked}", int(found[2])
             if own in self.modules and expert < len(self.parameter(own)):
@@ -106,8 +114,8 @@ class Received:
         own, part = self.find(name)
         parameter, self.changed = self.parameter(own), True
         self._require_fit(name, tensor, _place(parameter, part))
-        writer = self._writer.setdefault(own, name)
-        if own in self._whole and part is None and writer != name:
+        writer = self._writer.setdefault(own, _known(name))
+        if own in self._whole and part is None and writer != _known(name):
             if same_bytes(parameter.data, tensor.to(parameter.device)):
                 return own
             raise ConsistencyError(
@@ -122,6 +130,10 @@ class Received:
                 "vLLM's start_weight_update, which has loaders keep what arrives."
             )
         load(parameter, tensor, *(() if part is None else (part,)))
+        if own in self._whole or part in self._some.get(own, ()):
+            for other in self._beside[self.modules[own]]:  # another sync, with no step between
+                self._whole.discard(other)
+                self._some.pop(other, None)
         if part is not None:
             self._some.setdefault(own, set()).add(part)
             if len(self._some[own]) < self._parts[own]:
@@ -142,8 +154,8 @@ class Received:
 
     def distrust(self, why: str) -> None:
         """All parameters must arrive before the next step."""
+        self.begin()
         self.missing, self.why, self.changed = set(self.modules), why, True
-        self._begin()
 
     def require_weights(self) -> None:
         """ConsistencyError while the weights are not there, or not anybody's."""
@@ -156,7 +168,7 @@ class Received:
     def end(self) -> None:
         """ConsistencyError naming the first parameter that a sync left without its weights."""
         self.require_weights()
-        arrived = {id(self.modules[own]) for own in (*self._whole, *self._some)}
+        arrived = {self.modules[own] for own in (*self._whole, *self._some)}
         for own, module in self.modules.items():
             if self.parameter(own).is_meta:
                 raise ConsistencyError(
@@ -164,14 +176,12 @@ class Received:
                     "finished. Pause generation until finish_weight_update."
                 )
             # Of a module that received some, vLLM's reload makes the others from fresh memory.
-            torn = own in self._some or self._on_meta and id(module) in arrived
+            torn = own in self._some or (self._on_meta and module in arrived)
             if torn and own not in self._whole:
                 raise ConsistencyError(
                     f"{own} did not arrive, or not whole, and others of its module did; send all "
                     "parameters of a module in one sync."
                 )
-        self._begin()
-        self.changed = False
 
 
 _RECEIVED: weakref.WeakKeyDictionary[nn.Module, Received] = weakref.WeakKeyDictionary()
@@ -246,10 +256,11 @@ def begin_step(hf: nn.Module, caches: Sequence[Any], computed: Sequence[int]) ->
         )
     for layer in received.witnesses:
         caches[layer].keys_and_values[0].fill_(float("nan"))
+    received.begin()
 
 
 def digest(hf: nn.Module) -> str:
-    """`rl_consistency.model_digest` of a watched model; ConsistencyError while it has no weights."""
+    """`rl_consistency.model_digest` of a watched model; ConsistencyError without its weights."""
     _RECEIVED[hf].require_weights()
     return model_digest(hf)
 

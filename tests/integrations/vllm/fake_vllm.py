@@ -88,6 +88,26 @@ def default_weight_loader(param, loaded_weight):
     param.data.copy_(loaded_weight)
 
 
+class CuMemBackend:
+    def suspend(self, level=1):
+        """Unmaps memory."""
+
+    def resume(self, tags=None):
+        """Maps it."""
+
+
+class SleepModeBackendFactory:
+    _registry: ClassVar[dict] = {}
+
+    @classmethod
+    def register_backend(cls, name, module_path, class_name):
+        cls._registry[name] = lambda: getattr(sys.modules[module_path], class_name)
+
+    @classmethod
+    def create_backend(cls, model_config):
+        return cls._registry[model_config.sleep_mode_backend]()()
+
+
 _context = None
 
 
@@ -116,6 +136,10 @@ NAMES = {
     "vllm": {"__version__": VERSION},
     "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": lambda fn: fn},
     "vllm.config": {"CUDAGraphMode": CUDAGraphMode},
+    "vllm.device_allocator.sleep_mode_backend": {
+        "CuMemBackend": CuMemBackend,
+        "SleepModeBackendFactory": SleepModeBackendFactory,
+    },
     "vllm.forward_context": {"get_forward_context": get_forward_context},
     "vllm.model_executor.layers.attention_layer_base": {
         "AttentionLayerBase": type("AttentionLayerBase", (), {})
@@ -173,10 +197,12 @@ def installed():
 
 def vllm_config(config, dtype, *, max_model_len=512, max_num_batched_tokens=1024, **parts):
     """What of `VllmConfig` the plug-in reads."""
-    of = SimpleNamespace
+    of, backend = SimpleNamespace, {"sleep_mode_backend": "cumem"}
     return of(
         **{
-            "model_config": of(hf_config=config, dtype=dtype, max_model_len=max_model_len),
+            "model_config": of(
+                hf_config=config, dtype=dtype, max_model_len=max_model_len, **backend
+            ),
             "parallel_config": of(tensor_parallel_size=1, pipeline_parallel_size=1),
             "cache_config": of(cache_dtype="auto", block_size=BLOCK_SIZE),
             "scheduler_config": of(max_num_batched_tokens=max_num_batched_tokens),
