@@ -41,7 +41,7 @@ _ALL_TRAINERS: Covered = {
     "args.use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
     "args.cast_lm_head_to_fp32": (False, "the LM head already sums in fp32: set it to False"),
     "args.torch_compile": (False, "the patched forward is not compiled: set it to False"),
-    "args.use_vllm": (False, "our engine generates: set it to False, or give rollout='vllm'"),
+    "args.use_vllm": (False, "set it to False, or measure_only=True, or rollout='vllm'"),
     "args.vllm_structured_outputs_regex": (None, "the engine has no such constraint: set None"),
     "args.neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
     "model_init": (None, "it makes another model when training begins: give model= alone"),
@@ -68,7 +68,7 @@ _BY_VLLM: Covered = {
     "args.use_vllm": (True, "rollout='vllm' is the trainer's own vLLM: set it to True"),
     "args.vllm_tensor_parallel_size": (1, "sums over ranks have no order: set it to 1"),
 }
-_VLLM_KEYS = frozenset({"stop", "stop_token_ids", "ignore_eos", "seed", "skip_special_tokens"})
+_VLLM_KEYS = ("stop", "stop_token_ids", "ignore_eos", "seed", "skip_special_tokens")
 """Keys of `generation_kwargs` that leave vLLM's distribution as it is."""
 _MEASURED: Covered = {
     **_NOT_TRAINING,
@@ -253,7 +253,7 @@ def _rollout_faults(trainer: Any, keys: Collection[str]) -> Iterator[str]:
         yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
     yield from _uncovered(trainer, _ROLLOUTS)
     if others := sorted((args.generation_kwargs or {}).keys() - set(keys)):
-        known = ", ".join(sorted(keys))
+        known = ", ".join(keys)
         yield f"generation_kwargs={', '.join(others)}; the engine takes {known} only"
     truncates = bool(trainer.top_k) or (trainer.top_p or 1) < 1 or bool(trainer.min_p)
     passes = args.steps_per_generation * trainer.num_iterations
