@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rl_consistency.integrations.vllm.cache import CacheLayer
 from rl_consistency.integrations.vllm.sampler import ModelState
+from rl_consistency.integrations.vllm.settings import CanonicalConfig, refuse
 from rl_consistency.integrations.vllm.sleep import watch_sleep
 from rl_consistency.integrations.vllm.steps import CacheViews, DecodeLayouts, Step
 from rl_consistency.integrations.vllm.weights import (
@@ -50,9 +52,13 @@ ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
 
 
 def register_models() -> None:
-    """Let vLLM make the class below for every architecture that is covered."""
+    """Let vLLM make the class below for every architecture that is covered, and know no other:
+    those would be served by vLLM's own models, and not be exact."""
+    for name in set(ModelRegistry.models) - set(ARCHITECTURES):
+        del ModelRegistry.models[name]
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, CanonicalForCausalLM)
+        MODELS_CONFIG_MAP[name] = CanonicalConfig
 
 
 @eager_break_during_capture  # between two graphs, where prefill runs through breakable ones
@@ -121,9 +127,10 @@ class CanonicalForCausalLM(nn.Module):
         positions: Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
-        **_: Any,
     ) -> Tensor:
         """Hidden states [T, H] of a step's tokens [T] int32 at positions [T] int64."""
+        if inputs_embeds is not None:
+            raise ValueError("rl_consistency in vLLM: prompts as embeddings are not covered.")
         context, tokens = get_forward_context(), input_ids.long()
         if self._angles is None:
             self._prepare()
@@ -194,18 +201,3 @@ class CanonicalForCausalLM(nn.Module):
     def fingerprint(self) -> dict[str, str]:
         """The entries of `rl_consistency.fingerprint` in this process."""
         return fingerprint(self.hf.device).entries
-
-
-def refuse(vllm_config: Any) -> None:
-    """ValueError naming what of a configuration of vLLM is not covered."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        raise ValueError("rl_consistency in vLLM: tensor and pipeline parallel are not covered.")
-    if vllm_config.quant_config is not None or cache.cache_dtype not in (
-        "auto",
-        "bfloat16",
-        "float16",
-    ):
-        raise ValueError("rl_consistency in vLLM: quantisation is not covered.")
-    if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
-        raise ValueError("rl_consistency in vLLM: LoRA and speculation are not covered.")

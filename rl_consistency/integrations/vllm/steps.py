@@ -12,17 +12,27 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import (
+    MOST_SHARERS,
+    SHARED_BLOCK,
     AttentionLayout,
     CapturedPagedAttention,
     PackedSequences,
     PagedAttention,
     SequenceTables,
+    SharedTables,
     from_host,
 )
+from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
+from rl_consistency.rollout.device.shared_prefixes import most_runs
+
+SHARED_FROM = 16
+"""Sequences of a decode step from which keys that some share are read once: finding them takes some
+20 launches, and a kernel in each layer."""
 
 
 class CacheViews(TypedDict):
@@ -87,7 +97,9 @@ class Step:
     def _made(self, cache: CacheViews) -> list[StepAttention]:
         starts = self.common.query_start_loc_cpu.numpy()
         lens, starts = np.diff(starts), starts[:-1]
-        contexts = self.common.seq_lens_cpu_upper_bound.numpy()[: len(lens)]
+        if (bounds := self.common.seq_lens_cpu_upper_bound) is None:
+            raise ValueError("rl_consistency in vLLM: a step has no lengths on the host.")
+        contexts = bounds.numpy()[: len(lens)]
         one, whole = lens == 1, (lens > 1) & (lens == contexts)
         kinds = one, (lens > 1) & ~whole, whole
         return [
@@ -135,22 +147,72 @@ class DecodeLayouts:
     def layout(self, step: Step, cache: CacheViews) -> CapturedPagedAttention:
         """The layout of a step of which all sequences have one token, or none where they pad."""
         common, rows = step.common, step.common.num_reqs
-        lens, table = common.seq_lens, common.block_table_tensor
+        table = common.block_table_tensor
         found = self._made.get(rows)
         if found is None or found.block_table().data_ptr() != table.data_ptr():
-            ones = torch.ones(rows, dtype=torch.int32, device=lens.device)
-            first = torch.arange(rows, dtype=torch.int32, device=lens.device)
-            numbers = first, ones, ones.clone(), table
-            found = CapturedPagedAttention.of(
-                SequenceTables(*numbers, token_len=ones.clone()),
-                queries=1,
-                capacity=self._capacity,
-                slot_mapping=torch.zeros(rows, dtype=torch.int64, device=lens.device),
-                **cache,
-            )
-            self._made[rows] = found
+            # vLLM may have lowered its longest context since.
+            capacity = min(self._capacity, table.shape[1] * cache["block_size"])
+            found = self._made[rows] = decode_layout(table, capacity, cache)
+        numbers = found.numbers
         # Padding has no key, and attention needs one.
-        torch.clamp(lens, min=1, out=found.numbers.context_len)
-        torch.clamp(lens, max=1, out=found.numbers.tokens)
+        torch.clamp(common.seq_lens, min=1, out=numbers.context_len)
+        torch.clamp(common.seq_lens, max=1, out=numbers.tokens)
         torch.clamp(common.slot_mapping, min=0, out=found.slot_mapping)
+        if numbers.shared is not None:
+            found_runs = shared_tables(table, numbers.context_len - 1, found.block_size)
+            for kept, written in zip(numbers.shared, found_runs, strict=True):
+                kept.copy_(written)
         return found
+
+
+def decode_layout(table: Tensor, capacity: int, cache: CacheViews) -> CapturedPagedAttention:
+    """A layout of sequences of one token each, with blocks `table` [n, width], n rows of padding
+    now; keys that sequences share are read once where n is `SHARED_FROM` or more."""
+    rows, int32 = len(table), {"dtype": torch.int32, "device": table.device}
+    ones, shared = torch.ones(3, rows, **int32).unbind(0), None
+    if rows >= SHARED_FROM and reads_shared_keys_once(cache["key_cache"][0]):
+        runs = torch.zeros(most_runs(rows), 3, **int32)
+        shared = SharedTables(runs, torch.zeros(rows, **int32))
+    starts = torch.arange(rows, **int32)
+    return CapturedPagedAttention.of(
+        SequenceTables(starts, ones[0], ones[1].clone(), table, shared, ones[2].clone()),
+        queries=1,
+        capacity=capacity,
+        slot_mapping=torch.zeros(rows, dtype=torch.int64, device=table.device),
+        **cache,
+    )
+
+
+def shared_tables(table: Tensor, past: Tensor, block_size: int) -> SharedTables:
+    """Runs of neighbours whose first keys lie in the same blocks, found on the device.
+
+    `table` [n, width] int32 are blocks, entered as far as `past` [n] int32 keys reach. Samples of a
+    prompt are neighbours where they came together. A run ends where its next sequence shares more
+    with the one behind it. Runs that find no room are read by each of their sequences.
+    """
+    count, width = table.shape
+    rows = torch.arange(count, device=table.device)
+    places = torch.arange(width, device=table.device)
+    equal = torch.where(table[1:] == table[:-1], width, places).amin(dim=1) * block_size
+    equal = torch.minimum(equal, torch.minimum(past[1:], past[:-1]))
+    equal = F.pad(
+        equal // SHARED_BLOCK * SHARED_BLOCK, (1, 1)
+    )  # 0 before the first, after the last
+    left, right = equal[:-1], equal[1:]
+    begins = (left == 0) | (left < right)
+    first = torch.where(begins, rows, 0).cummax(0).values
+    begins = begins | ((rows - first) % MOST_SHARERS == 0)
+    run = begins.cumsum(0) - 1
+    most = torch.iinfo(torch.int64).max
+    keys = torch.full((count,), most, device=table.device)
+    keys = keys.scatter_reduce(0, run, left.masked_fill(begins, most), "amin")
+    keys = keys.masked_fill(keys == most, 0)  # of one sequence, or of none
+    room = most_runs(count)
+    place = (keys > 0).cumsum(0) - 1
+    kept = (keys > 0) & (place < room)
+    firsts = torch.full((count,), count, device=table.device).scatter_reduce(0, run, rows, "amin")
+    counts = torch.zeros_like(rows).scatter_add(0, run, torch.ones_like(rows))
+    runs = torch.zeros(room + 1, 3, dtype=torch.int32, device=table.device)
+    values = torch.stack([firsts, counts, keys], dim=1).to(torch.int32)
+    runs[torch.where(kept, place, room)] = values  # the last row takes what is not kept
+    return SharedTables(runs[:room], (keys * kept)[run].to(torch.int32))

@@ -6,6 +6,7 @@ import random
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple
@@ -83,6 +84,16 @@ class ModelRegistry:
         cls.models[model_arch] = model_cls
 
 
+class VerifyAndUpdateConfig:
+    @staticmethod
+    def verify_and_update_config(vllm_config):
+        return
+
+    @staticmethod
+    def verify_and_update_model_config(model_config):
+        return
+
+
 def default_weight_loader(param, loaded_weight):
     assert param.size() == loaded_weight.size()
     param.data.copy_(loaded_weight)
@@ -147,6 +158,10 @@ NAMES = {
     "vllm.model_executor.model_loader.weight_utils": {
         "default_weight_loader": default_weight_loader
     },
+    "vllm.model_executor.models.config": {
+        "MODELS_CONFIG_MAP": {},
+        "VerifyAndUpdateConfig": VerifyAndUpdateConfig,
+    },
     "vllm.model_executor.models.registry": {"ModelRegistry": ModelRegistry},
     "vllm.v1.attention.backend": {
         "AttentionBackend": type("AttentionBackend", (), {}),
@@ -195,30 +210,59 @@ def installed():
         sys.modules.update(before)
 
 
-def vllm_config(config, dtype, *, max_model_len=512, max_num_batched_tokens=1024, **parts):
-    """What of `VllmConfig` the plug-in reads."""
-    of, backend = SimpleNamespace, {"sleep_mode_backend": "cumem"}
-    return of(
-        **{
-            "model_config": of(
-                hf_config=config, dtype=dtype, max_model_len=max_model_len, **backend
-            ),
-            "parallel_config": of(tensor_parallel_size=1, pipeline_parallel_size=1),
-            "cache_config": of(cache_dtype="auto", block_size=BLOCK_SIZE),
-            "scheduler_config": of(max_num_batched_tokens=max_num_batched_tokens),
-            "compilation_config": of(static_forward_context={}),
-            **dict.fromkeys(("quant_config", "lora_config", "speculative_config")),
-            **parts,
-        }
+def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
+    """What of `VllmConfig` the plug-in reads, at vLLM's defaults; `changed` are `section__name`."""
+    sections = {
+        "model_config": {
+            **{"hf_config": config, "dtype": dtype, "max_model_len": 512, "quantization": None},
+            **{"runner_type": "generate", "model_impl": "auto", "multimodal_config": None},
+            **{"enable_prompt_embeds": False, "enable_return_routed_experts": False},
+            **{"logprobs_mode": "raw_logprobs", "sleep_mode_backend": "cumem"},
+        },
+        "parallel_config": {
+            **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
+            "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            **dict.fromkeys(("enable_expert_parallel", "enable_dbo"), False),
+        },
+        "cache_config": {
+            "cache_dtype": "auto",
+            "block_size": BLOCK_SIZE,
+            "kv_offloading_size": None,
+        },
+        "scheduler_config": {
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": 256,
+        },
+        "compilation_config": {
+            "static_forward_context": {},
+            "cudagraph_capture_sizes": None,
+            "max_cudagraph_capture_size": None,
+        },
+    }
+    whole = dict.fromkeys(
+        ("quant_config", "lora_config", "speculative_config", "kv_transfer_config")
     )
+    whole["use_v2_model_runner"] = True
+    for name, value in changed.items():
+        section, _, key = name.partition("__")
+        (sections[section] if key else whole)[key or name] = value
+    made = {name: SimpleNamespace(**fields) for name, fields in sections.items()}
+    return SimpleNamespace(**made, **whole)
 
 
 class Server:
     """vLLM's scheduler and runner, as far as the model sees them: steps of random chunks over a
     paged cache, padded as for a graph."""
 
-    def __init__(self, model, sequences, *, seed=0, blocks=96, pad=(2, 3)):
+    def __init__(self, model, sequences, *, seed=0, blocks=96, pad=(2, 3), keep=None):
+        """`pad`: requests and tokens of padding; `keep`: a server whose cache this one goes on
+        with, from where it is."""
         self.model, self.sequences, self.pad = model, sequences, pad
+        if keep is not None:
+            self.tables, self.width = keep.tables, keep.width
+            self.computed = list(keep.computed)
+            return
         self.random = random.Random(seed)
         free = list(range(1, blocks))  # 0 is the null block
         self.random.shuffle(free)
@@ -273,8 +317,9 @@ class Server:
         )
         return common, places
 
-    def run(self, chunks, **context):
-        """Hidden states of a step's tokens, with (sequence, position) of each; padding cut off."""
+    def run(self, chunks, *, captured=False, **context):
+        """Hidden states of a step's tokens, with (sequence, position) of each; padding cut off.
+        `captured`: as vLLM runs a decode step for a graph."""
         common, places = self.metadata(chunks)
         tokens = [self.sequences[i][p] for i, p in places] + [0] * self.pad[1]
         positions = [p for _, p in places] + [0] * self.pad[1]
@@ -285,8 +330,9 @@ class Server:
             .get_attn_backend()
             .get_builder_cls()(spec, names, self.model.vllm_config, torch.device("cpu"))
         )
+        build = builder.build_for_cudagraph_capture if captured else partial(builder.build, 0)
         fields = {
-            "attn_metadata": dict.fromkeys(names, builder.build(0, common)),
+            "attn_metadata": dict.fromkeys(names, build(common)),
             "slot_mapping": dict.fromkeys(names, common.slot_mapping),
             "cudagraph_runtime_mode": CUDAGraphMode.NONE,
         }

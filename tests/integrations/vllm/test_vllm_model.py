@@ -72,3 +72,32 @@ def test_steps_of_vllm_give_the_logprobs_of_training(preset):
     found = logprobs_of(model, sequences)
     assert differing(found, scored) == (0, 333)
     assert differing(stock, scored)[0] > 300  # the comparison finds differences
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mistral", "tiny-olmoe"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_captured_decode_step_gives_the_bits_of_any_other(preset, shares, monkeypatch):
+    """With padding, and where sequences lie in the same blocks."""
+    from rl_consistency.integrations.vllm import steps
+
+    monkeypatch.setattr(steps, "reads_shared_keys_once", lambda keys: shares)
+    monkeypatch.setattr(steps, "SHARED_FROM", 2)
+    trained = build_preset(preset, torch.bfloat16)
+    draw = random.Random(3)
+    head = [draw.randrange(trained.config.vocab_size) for _ in range(160)]
+    sequences = [head + [i, i + 1, i + 2] for i in range(5)]
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+        server = Server(model, sequences, pad=(3, 3))
+    for table in server.tables[1:]:
+        table[:10] = server.tables[0][:10]
+    server.run([(i, 160) for i in range(5)])
+    others = Server(model, sequences, pad=(3, 3), keep=server)
+    for _ in range(3):
+        found, _ = server.run([(i, 1) for i in range(5)], captured=True)
+        expected, _ = others.run([(i, 1) for i in range(5)])
+        assert torch.equal(found, expected)
+    (layout,) = model._decode._made.values()
+    assert (layout.most_runs > 0) == shares
+    if shares:
+        assert layout.numbers.shared.runs.tolist() == [[0, 5, 128], [0, 0, 0]]

@@ -34,6 +34,13 @@ def test_every_family_is_served_by_one_class(register, monkeypatch):
     assert len(set(ModelRegistry.models.values())) == 1
 
 
+def test_a_model_that_is_not_covered_is_not_served_by_vllms_own(register, monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
+    ModelRegistry.register_model("TransformersForCausalLM", object)
+    register()
+    assert "TransformersForCausalLM" not in ModelRegistry.models
+
+
 def test_another_value_is_refused(register, monkeypatch):
     monkeypatch.setenv("RL_CONSISTENCY_VLLM", "yes")
     with pytest.raises(ValueError, match="1 turns the plug-in on"):
