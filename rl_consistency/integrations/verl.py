@@ -4,7 +4,7 @@ verl imports the module in each of its processes. It puts a patched model into t
 and into the vLLM servers that sample (`verl_rollout.py`, `verl_server.py`). See docs/verl.md.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
