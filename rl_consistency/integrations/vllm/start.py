@@ -45,8 +45,7 @@ def compile_kernels(hf: Any, vllm_config: Any) -> int:
     if hf.get_input_embeddings().weight.device.type != "cuda":
         return 0
     with compile_line() as report:
-        calls = [*kernel_calls(hf, vllm_config), partial(model_digest, hf)]
-        return compile_ahead(calls, report)
+        return compile_ahead(kernel_calls(hf, vllm_config), report)
 
 
 def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
@@ -72,6 +71,7 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
     hidden = cache["key_cache"][0].new_zeros(sequences, hf.config.hidden_size)
     for rows in row_counts(sequences):
         yield partial(next_token_logits, hf, hidden[:rows])
+    yield partial(model_digest, hf)
 
 
 def _padding(hf: Any, block_size: int) -> CacheViews:
