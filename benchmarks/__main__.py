@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     plugin = commands.choices["vllm"]
     text = "of these models: directories, or names as benchmarks/models.py has them"
     plugin.add_argument("--model", type=_names, metavar="DIR,...", help=text)
-    plugin.add_argument("--quick", action="store_true", help="groups of 512 new tokens, not 2,048")
+    plugin.add_argument(
+        "--quick", action="store_true", help="two runs, and groups of 512 new tokens"
+    )
     rollout = commands.choices["rollout"]
     text = "instead, beside vLLM, which lies in this site-packages folder; with --model of these"
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)

@@ -53,7 +53,7 @@ class Choice:
     against: Sequence[str] = ()
     """Modes of vLLM."""
     quick: bool = False
-    """Shorter completions where the longest take minutes."""
+    """Fewer runs, and shorter completions where the longest take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)

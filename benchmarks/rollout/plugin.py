@@ -54,10 +54,11 @@ def plugin_suites(choice: Choice) -> Suites:
     an unknown one."""
     works = TINY_WORKS if choice.tiny else QUICK_WORKS if choice.quick else WORKS
     models = choice.models or (["tiny-qwen3"] if choice.tiny else MODELS)
-    return {f"vllm_{Path(model).name}": plugin_cases(model, works) for model in models}
+    runs = ("warm", *("01" if choice.quick else "012"))
+    return {f"vllm_{Path(model).name}": plugin_cases(model, works, runs) for model in models}
 
 
-def plugin_cases(model: str, works: Sequence[Workload]) -> list[Case]:
+def plugin_cases(model: str, works: Sequence[Workload], runs: Sequence[str]) -> list[Case]:
     """A row of each work, of the start and of the weights, with all engines."""
     folder = Path(model)
     if not folder.is_dir():
@@ -68,11 +69,11 @@ def plugin_cases(model: str, works: Sequence[Workload]) -> list[Case]:
         taken_bytes(device)
         with TemporaryDirectory() as place:
             if folder.is_dir():
-                return engine_answers(folder, works, device)
+                return engine_answers(folder, works, runs, device)
             made = Path(place, "model")
             make_random_model(["--preset", model, "--device", str(device), str(made)])
             taken_bytes(device)
-            return engine_answers(made, works, device)
+            return engine_answers(made, works, runs, device)
 
     def row(seconds: Callable[[dict[str, Any]], float], tokens: int, bench: Machine) -> Any:
         """RuntimeError, saying why, where the plug-in was not measured."""
@@ -104,25 +105,25 @@ def plugin_cases(model: str, works: Sequence[Workload]) -> list[Case]:
 
 
 def engine_answers(
-    folder: Path, works: Sequence[Workload], device: torch.device
+    folder: Path, works: Sequence[Workload], runs: Sequence[str], device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """What the process of each mode measured, and its `failure`."""
+    given = folder, works, runs, device
     with ThreadPoolExecutor(len(MODES)) as pool:
-        filling = pool.map(
-            lambda mode: engine_answer(mode, folder, works, device, fill=True), MODES
-        )
+        filling = pool.map(lambda mode: engine_answer(mode, *given, fill=True), MODES)
         for mode, answer in zip(MODES, filling):
             print(f"  caches of {mode}: {json.dumps(answer)}", flush=True)
     found = {}
     for mode in MODES:
-        found[mode] = engine_answer(mode, folder, works, device)
+        found[mode] = engine_answer(mode, *given)
         print(f"  {mode}: {json.dumps(found[mode])}", flush=True)
     return found
 
 
 def engine_answer(
-    mode: str, folder: Path, works: Sequence[Workload], device: torch.device, *, fill: bool = False
-) -> dict[str, Any]:
+    mode: str, folder: Path, works: Sequence[Workload], runs: Sequence[str], device: torch.device,
+    *, fill: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """What one process measured; to fill the caches, only the seconds until it was ready."""
     engine, environment = MODES[mode]
     config = AutoConfig.from_pretrained(folder)
@@ -142,7 +143,7 @@ def engine_answer(
         "works": [
             {
                 "new_tokens": work.lengths(),
-                "runs": [work.prompts(run, config.vocab_size) for run in ("warm", *"012")],
+                "runs": [work.prompts(run, config.vocab_size) for run in runs],
             }
             for work in works
         ],
