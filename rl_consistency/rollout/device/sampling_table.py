@@ -34,24 +34,13 @@ class SamplingTable:
         self._device_words = torch.from_numpy(self._words).to(device, copy=True)
         self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
-    def write(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_id: int,
-        sample_index: int,
-        truncation: Truncation | None = None,
-    ) -> None:
-        """Enter on the host how a slot's next sequence is sampled, by `params` with a seed.
-
-        `truncation` is that of `params` unless given.
-        """
+    def write(self, slot: int, params: SamplingParams, prompt_id: int, sample_index: int) -> None:
+        """Enter on the host how a slot's next sequence is sampled, by `params` with a seed."""
         assert params.seed is not None  # `Seeds` has drawn one
-        truncation = params.truncation if truncation is None else truncation
         self._words[:KEY_WORDS, slot] = stream_keys([params.seed], [prompt_id], [sample_index])[0]
-        self._words[KEY_WORDS:, slot] = params.top_k, truncation is Truncation.DRAW
+        self._words[KEY_WORDS:, slot] = params.top_k, params.truncation is Truncation.DRAW
         self._shares[:, slot] = (params.temperature, params.top_p, params.min_p)
-        self._truncates[slot] = truncation
+        self._truncates[slot] = params.truncation
 
     def withhold(self, slot: int) -> None:
         """Enter that a slot's next sequence gets token 0 and a NaN logprob each time."""
