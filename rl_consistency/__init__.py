@@ -14,7 +14,7 @@ _EXPORTS = {
     "PolicyError": "rl_consistency.trainers.policy_files",
     "TokenizerError": "rl_consistency.trainers.data.tokenizer",
     "DataError": "rl_consistency.trainers.data.examples",
-    "RewardError": "rl_consistency.trainers.rewards",
+    "RewardError": "rl_consistency.trainers.reward_functions",
     "GradientNormError": "rl_consistency.trainers.optimizer",
     "CheckpointError": "rl_consistency.trainers.run_directory.checkpoint",
     "RunDirectoryError": "rl_consistency.trainers.run_directory.manifest",
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from rl_consistency.trainers.data.tokenizer import TokenizerError
     from rl_consistency.trainers.optimizer import GradientNormError
     from rl_consistency.trainers.policy_files import PolicyError
-    from rl_consistency.trainers.rewards import RewardError
+    from rl_consistency.trainers.reward_functions import RewardError
     from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
     from rl_consistency.trainers.run_directory.manifest import RunDirectoryError
     from rl_consistency.trainers.training_run import train

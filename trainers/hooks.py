@@ -330,8 +330,8 @@ class ConsistencyHook:
             message = (
                 "library matrix products differ from the canonical order in "
                 f"{report.differing} sampled elements ({report.audited} of {report.calls} calls "
-                f"were sampled); withdrawn: {', '.join(report.withdrawn)}. Continue from the last "
-                "checkpoint (--resume), which will not use them"
+                f"were sampled); withdrawn: {', '.join(report.withdrawn)}. Resume from the last "
+                "checkpoint, which will not use them"
             )
             self._drifted(message, metrics)
 

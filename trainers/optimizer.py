@@ -52,8 +52,8 @@ class PolicyOptimizer:
             norm = self._ranks.norm(gradients)
         if not norm < float("inf"):
             raise GradientNormError(
-                f"the gradient norm is {norm}; no weight was changed, and --resume would end here "
-                "again. Look for extreme rewards, or begin a run at an earlier checkpoint "
+                f"the gradient norm is {norm}; no weight was changed, and a resumed run would end "
+                "here again. Look for extreme rewards, or begin a run at an earlier checkpoint "
                 "(policy.path) with a lower learning rate."
             )
         self.begun += 1

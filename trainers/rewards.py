@@ -4,25 +4,18 @@ what it returned is checked."""
 from __future__ import annotations
 
 import copy
-import difflib
-import importlib
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from math import isnan, nan
 from numbers import Real
-from pathlib import Path
-from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import numpy as np
 from torch import Tensor
 
-from rl_consistency.trainers.config.data_sections import BUILT_IN as NAMES
 from rl_consistency.trainers.config.data_sections import (
     Per,
     RewardFunctionSection,
@@ -51,56 +44,15 @@ from rl_consistency.trainers.reward_calls import (
     takes_ids,
     takes_one,
 )
-from rl_consistency.trainers.reward_files import FILE, load_file, module_name
-
-Texts = Sequence[str]
-
-
-def exact_match(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
-    """1 where completion and answer are equal, white space at the ends ignored, else 0."""
-    return [float(c.strip() == a.strip()) for c, a in zip(completions, answers, strict=True)]
-
-
-def gsm8k(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
-    """1 where the final numbers of completion and answer are equal, else 0.
-
-    The final number is the first one after the last `####`, or without that mark the last number.
-    `1,234`, `$1234` and `1234.0` are equal. An answer without a number is a ValueError.
-    """
-    pairs = zip(completions, answers, strict=True)
-    return [float(final_number(c) == reference_number(a)) for c, a in pairs]
-
-
-def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
-    """1 where the last of the comma-separated totals that end the completion is the answer."""
-    totals = [completion.rstrip().rpartition(",")[2].strip() for completion in completions]
-    return [float(total == answer) for total, answer in zip(totals, answers, strict=True)]
-
-
-BUILT_IN = dict(zip(NAMES, (exact_match, gsm8k, arithmetic), strict=True))
-
-# A minus sign counts only where no number or closing bracket stands before it: 5-3 is 5 and 3.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?\d[\d,]*(?:\.\d+)?", re.ASCII)
-
-
-def final_number(text: str) -> Decimal | None:
-    """The final number of a GSM8K-style solution (see `gsm8k`), or None."""
-    _, mark, tail = text.rpartition("####")
-    numbers = _NUMBER.findall(tail)
-    if not numbers:
-        return None
-    return Decimal(numbers[0 if mark else -1].replace(",", "").replace("$", ""))
-
-
-def reference_number(answer: str) -> Decimal:
-    """The final number of a reference answer; ValueError where it has none."""
-    if (number := final_number(answer)) is None:
-        raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
-    return number
-
-
-class RewardError(ValueError):
-    """A reward function that cannot be found or gave no usable score; names it and the sample."""
+from rl_consistency.trainers.reward_files import module_name
+from rl_consistency.trainers.reward_functions import (
+    BUILT_IN,
+    RewardError,
+    gsm8k,
+    place_in,
+    reference_number,
+    resolve,
+)
 
 
 @dataclass(frozen=True)
@@ -183,45 +135,17 @@ class RewardFunction:
         if self.name in BUILT_IN:
             return ""
         named = module_name(self.name), getattr(self.function, "__module__", None)
-        return _place(error, *(module for module in named if isinstance(module, str)))
-
-
-def resolve(name: str, folder: Path | None = None) -> Callable[..., Any]:
-    """The reward function of that name: built in, `package.module:function`, or `file.py:function`
-    with a file relative to `folder` or, if it is not there, to the working directory."""
-    if ":" not in name:
-        if name in BUILT_IN:
-            return BUILT_IN[name]
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        known = f"Built in are {', '.join(BUILT_IN)}; your own is named package.module:function"
-        known += " or file.py:function"
-        raise RewardError(f"unknown reward function {name!r}: {hint}{known}")
-    source, _, attribute = name.rpartition(":")
-    try:
-        with interrupts_heard(), guarded():
-            if FILE.fullmatch(name):
-                module = load_file(name, [*([folder] if folder else []), Path.cwd()])
-            else:
-                module = importlib.import_module(source)
-            function = getattr(module, attribute, None)
-    except BaseException as error:  # the module is others' code, as in _call
-        if not isinstance(error, KeyboardInterrupt):
-            problem = f"reward function {name!r}: cannot import {source!r}: {one_line(error)}"
-            problem += _place(error, module_name(name))
-            missing = isinstance(error, ImportError) and not FILE.fullmatch(name)
-            remedy = "; install it or put its folder on PYTHONPATH" if missing else ""
-            raise RewardError(problem + remedy) from error
-        raise
-    if not callable(function):
-        raise RewardError(f"reward function {name!r}: {source} has no function {attribute!r}")
-    return function
+        return place_in(error, *(module for module in named if isinstance(module, str)))
 
 
 def _term(
-    config: RunConfig, section: RewardFunctionSection, given: Mapping[str, Callable[..., Any]]
+    config: RunConfig,
+    section: RewardFunctionSection,
+    given: Mapping[str, Callable[..., Any]],
+    found: Mapping[str, Callable[..., Any]],
 ) -> RewardFunction:
-    """One term of the reward; `given` are functions by the names that they have in the recipe."""
+    """One term of the reward; `given` are functions by the names that they have in the recipe, and
+    `found` those that `look_up` has read by name."""
     name, answer, digest = section.key, config.data.answer_field, None
     if section.model is not None:
         from rl_consistency.trainers.reward_model import RewardModel
@@ -232,7 +156,7 @@ def _term(
         function = given[name]
         digest = source_digest(function)
     else:
-        function = resolve(name, config.reward.folder)
+        function = found[name] if name in found else resolve(name, config.reward.folder)
         if answer is None and name in BUILT_IN:
             problem = "compares with answers, and data.answer_field is null"
             raise RewardError(f"reward function {name} {problem}: give a function of your own")
@@ -244,10 +168,11 @@ def fitting_rewards(
     config: RunConfig,
     *sets: PromptSet,
     given: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    found: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> list[RewardFunction]:
     """The reward functions of a recipe, of which some are `given`, not named; RewardError where one
     cannot be found or does not fit the data of the sets (see `check_data`)."""
-    functions = [_term(config, section, given) for section in config.reward.functions]
+    functions = [_term(config, one, given, found) for one in config.reward.functions]
     for prompts in sets:
         check_data(functions, prompts.examples)
     return functions
@@ -285,15 +210,6 @@ def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example])
                     f"{term.signature} gives {common}, and beside prompt and answer the data has "
                     f"the fields {own or 'none'} (take others with **extra)"
                 ) from error
-
-
-def _place(error: BaseException, *modules: str) -> str:
-    """The innermost line of these modules' packages."""
-    packages = {module.partition(".")[0] for module in modules}
-    for frame, number in reversed(list(walk_tb(error.__traceback__))):
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
-            return f", at {frame.f_code.co_filename}, line {number}"
-    return ""
 
 
 LARGEST = (2 - 2**-23) * 2.0**127

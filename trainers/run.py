@@ -41,7 +41,8 @@ from rl_consistency.trainers.launch import (
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import check_policy, load_policy, unread_sampling
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards import RewardError, fitting_rewards
+from rl_consistency.trainers.reward_functions import RewardError
+from rl_consistency.trainers.rewards import fitting_rewards
 from rl_consistency.trainers.run_directory.checkpoint import (
     Checkpoint,
     capture,
@@ -129,11 +130,10 @@ def train(
     ValueError on bad configuration, data, policy, rewards or checkpoint; ConsistencyError on drift,
     where the recipe says `on_drift: raise`.
     """
-    require_inputs(config)
     if dry_run:
         refuse_many_processes()
     config = check_machine(config)
-    given = {"--resume": str(resume), "--overwrite": str(overwrite)}
+    given = {"resume": str(resume), "overwrite": str(overwrite)}
     with ExitStack() as stack:
         announce = RunOutput(announce)
         stack.enter_context(engines_off())
@@ -158,7 +158,10 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, starting if first else quiet, rewards)
+            with seeded(config.run.seed):  # a module that draws as it is imported changes no run
+                found = require_inputs(config, rewards).functions
+            starts = starting if first else quiet
+            run = _Run(config, announce, stack, world, starts, (rewards, found))
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
@@ -185,7 +188,7 @@ class _Run:
         stack: ExitStack,
         world: World,
         starting: Say,
-        rewards: Mapping[str, Callable[..., Any]],
+        rewards: tuple[Mapping[str, Callable[..., Any]], Mapping[str, Callable[..., Any]]],
     ):
         self.began, self.process = time.perf_counter(), os.getpid()
         self.config, self.directory = config, config.run.output_dir
@@ -223,7 +226,9 @@ class _Run:
             config.consistency.gradient_leaves.parts(batch)
             self.warm_start_targets = targets
         evaluations = self.eval_sets.values()
-        self.rewards = fitting_rewards(config, self.train_set, *evaluations, given=rewards)
+        given, found = rewards
+        sets = self.train_set, *evaluations
+        self.rewards = fitting_rewards(config, *sets, given=given, found=found)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.reference_digest: str | None = None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None

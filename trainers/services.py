@@ -40,10 +40,14 @@ WITHOUT = "{} logs nothing from here on, and the run goes on ({}). metrics.jsonl
 def check_wandb(section: WandbSection | None, warn: Say) -> WandbSection | None:
     """The section if a run can log there; else None, after a warning.
 
-    On a terminal wandb asks for the key here, before any work.
+    A variable of wandb's that is empty counts as not set. On a terminal wandb asks for the key
+    here, before any work.
     """
     if section is None:
         return None
+    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_")]:
+        if not os.environ[name]:  # wandb takes `WANDB_MODE=` for a mode of no name
+            del os.environ[name]
     problem = MISSING if find_spec("wandb") is None else None
     if problem is None and section.mode == "online":
         import wandb

@@ -23,7 +23,7 @@ from rl_consistency.trainers.config.sections import WandbSection
 from rl_consistency.trainers.interrupts import Ending
 from rl_consistency.trainers.optimizer import GradientNormError
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards import RewardError
+from rl_consistency.trainers.reward_functions import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import checkpoint_name
 from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 from rl_consistency.trainers.run_directory.step_files import Metrics
@@ -116,7 +116,7 @@ def _verdict(bad: Any) -> str:
 _COLUMNS = (
     _Column("reward", "reward/mean", "{:.3f}".format, lambda _: "bold"),
     _Column("eval", "eval/reward", "{:.3f}".format),
-    _Column("loss", "loss", "{:+.4f}".format),
+    _Column("loss", "loss", "{:z.4f}".format),
     _Column("tokens/s", "tokens_per_second", shown_rate),
     _Column("mismatched", "consistency/mismatched_tokens", "{:,.0f}".format, _verdict),
     _Column("stock mismatch", "stock/mismatch_fraction", "{:.1%}".format, lambda _: "yellow"),

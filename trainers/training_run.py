@@ -15,15 +15,8 @@ from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import RunConfig, checked, find_recipe, recipe_tree
 from rl_consistency.trainers.config.strict_yaml import apply_overrides, merge
 from rl_consistency.trainers.launch import leave
-from rl_consistency.trainers.run_directory.directory import METRICS, RunDirectoryError
+from rl_consistency.trainers.run_directory.directory import METRICS
 from rl_consistency.trainers.run_directory.step_files import read_metrics
-
-_IN_PYTHON = {
-    "--resume": "resume=True",
-    "--overwrite": "overwrite=True",
-    "--set run.output_dir=DIR": 'run={"output_dir": DIR}',
-}
-"""Options of the command that errors about a run directory name -> arguments of `train`."""
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
 """A function; a name as in a recipe; or a term of `reward.functions`, with a `function` or name."""
@@ -89,7 +82,7 @@ def train(
         listed = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
         merge(tree, ["reward", "functions"], [_term(reward, functions) for reward in listed])
     apply_overrides(tree, [set] if isinstance(set, str) else set)
-    config = checked(tree, source, folder)
+    config = checked(tree, source, folder, functions)
     grouped = dist.is_initialized()
     try:
         summary = run.train(
@@ -100,11 +93,6 @@ def train(
             announce=announce,
             rewards=functions,
         )
-    except RunDirectoryError as error:
-        text = str(error)
-        for option, argument in _IN_PYTHON.items():
-            text = text.replace(option, argument)
-        raise RunDirectoryError(text) from error
     finally:
         if not grouped and dist.is_initialized():
             # Processes of a launcher may take another run together; one alone makes a new group.

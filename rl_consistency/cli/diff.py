@@ -197,12 +197,27 @@ def _settings(a: Run, b: Run) -> dict[str, dict[str, list[str | None]] | None]:
     def differing(x: Mapping[str, str] | None, y: Mapping[str, str] | None, *left_out: str):
         if x is None or y is None:
             return None
+        x, y = _folded(x, y), _folded(y, x)
         pairs = {name: [x.get(name), y.get(name)] for name in {**x, **y} if name not in left_out}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     recipe = differing(a.recipe, b.recipe, *OWN)
     entries = differing(a.fingerprint, b.fingerprint, *a.recipe, *b.recipe)
     return {"recipe": recipe, "fingerprint": entries}
+
+
+def _folded(values: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """The values, with a section as one value where the other side has null in its place."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        parts = name.split(".")
+        above = [".".join(parts[:end]) for end in range(1, len(parts))]
+        if (whole := next((key for key in above if others.get(key) == "null"), None)) is None:
+            found[name] = value
+        else:
+            inner = f"{name.removeprefix(f'{whole}.')}: {value}"
+            found[whole] = f"{found[whole][:-1]}, {inner}}}" if whole in found else f"{{{inner}}}"
+    return found
 
 
 def _verdict(

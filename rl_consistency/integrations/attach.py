@@ -165,7 +165,10 @@ class Attachment:
 
     def detach(self) -> None:
         """Give back the trainer and its models as they were found; weights stay. Idempotent, also
-        after an exception inside a step."""
+        after an exception inside a step. ValueError inside `stock()`, which puts back what it found
+        itself."""
+        if any(session._in_stock for session, _ in self._sessions):
+            raise ValueError("detach() inside attachment.stock(): leave that block first.")
         self._undo.close()
         self._sessions.clear()
 

@@ -64,8 +64,15 @@ class EngineGeneration(TrainerCallback):
         if images is not None:
             raise ValueError("images are not covered by rl_consistency.attach; leave them out.")
         check_same_model(self.trainer, self.policy)
+        longest, limits = max(map(len, prompts)), self._limits(prompts)
+        context, most = self.policy.config.max_position_embeddings, self.sampling.max_tokens
+        if limits is self.sampling and longest + most > context:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_completion_length={most} exceed the model's "
+                f"context of {context} tokens; shorten the prompts or lower max_completion_length"
+            )
         engine, ids = self._engine_for(prompts), self._prompt_ids(len(prompts))
-        completions = engine.generate(prompts, self._limits(prompts), prompt_ids=ids)
+        completions = engine.generate(prompts, limits, prompt_ids=ids)
         tokens = [completion.token_ids for completion in completions]
         logprobs = [completion.token_logprobs for completion in completions]
         self.drift.sampled(prompts, Sampled(tokens, logprobs, routing_of(completions)))

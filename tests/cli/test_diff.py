@@ -179,6 +179,16 @@ def test_other_recipes_and_fingerprints_are_named_first(copy, diff, tmp_path):
     assert "fingerprint  not compared" in diff(copy, other)[1].out
 
 
+def test_a_section_against_null_is_one_line(copy, diff, whole):
+    read, text = (copy / "config.yaml"), (copy / "config.yaml").read_text()
+    section = "{project: p, mode: offline, tags: [a]}"
+    read.write_text(text.replace("  wandb: null\n", f"  wandb: {section}\n"))
+    for runs, told in (((whole, copy), "null != {"), ((copy, whole), '"} != null')):
+        _, printed = diff(*runs)
+        (line,) = [line for line in printed.out.splitlines() if line.startswith("recipe")]
+        assert line.startswith("recipe  tracking.wandb: ") and told.strip('"}') in line
+
+
 def test_the_result_is_written_as_json(whole, copy, diff, tmp_path):
     alter(copy, "digests", set_at(2, "gradients", BROKEN))
     file = tmp_path / "found.json"

@@ -11,7 +11,8 @@ import torch
 from rl_consistency.trainers import foreign_calls
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.foreign_calls import LeftChanged, guarded
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, compute_rewards, resolve
+from rl_consistency.trainers.reward_functions import RewardError, resolve
+from rl_consistency.trainers.rewards import RewardFunction, compute_rewards
 
 EXAMPLES = [Example(id=0, prompt="p", answer="a", target="a")]
 

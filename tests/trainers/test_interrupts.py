@@ -18,7 +18,8 @@ from rl_consistency.trainers import interrupts, rewards, run
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.interrupts import Ending, interrupts_heard
 from rl_consistency.trainers.progress import Progress
-from rl_consistency.trainers.rewards import RewardFunction, compute_rewards, resolve
+from rl_consistency.trainers.reward_functions import resolve
+from rl_consistency.trainers.rewards import RewardFunction, compute_rewards
 from rl_consistency.trainers.run_directory.step_files import read_metrics
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")

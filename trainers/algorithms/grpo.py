@@ -58,12 +58,8 @@ from rl_consistency.trainers.losses import (
     with_balance,
 )
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.rewards import (
-    RewardError,
-    RewardFunction,
-    Rewards,
-    compute_rewards,
-)
+from rl_consistency.trainers.reward_functions import RewardError
+from rl_consistency.trainers.rewards import RewardFunction, Rewards, compute_rewards
 from rl_consistency.trainers.strategies.strategy import Strategy
 
 

@@ -30,7 +30,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.passes import backward_passes, in_groups
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
-from rl_consistency.trainers.rewards import RewardError
+from rl_consistency.trainers.reward_functions import RewardError
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""

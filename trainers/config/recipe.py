@@ -7,9 +7,10 @@ config. Paths in it are relative to the directory in which it is loaded, and abs
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from rl_consistency.distributed.gradient_parts import PartOrder
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
+from rl_consistency.trainers.config.inputs import Inputs, look_up
 from rl_consistency.trainers.config.learning_sections import (
     SAMPLING_KEYS,
     AlgorithmSection,
@@ -321,18 +323,18 @@ def find_recipe(name: str) -> Path:
     return shipped[name]
 
 
-def checked(tree: Any, source: str, folder: Path) -> RunConfig:
+def checked(tree: Any, source: str, folder: Path, given: Collection[str] = ()) -> RunConfig:
     """The config of a recipe's tree; errors name `source`. Reward functions in files are looked for
-    in `folder` where the recipe names no other."""
+    in `folder` where the recipe names no other, those that are `given` nowhere."""
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         items, rest = every_error(RunConfig, tree, error)
-        problems = _problems(items)
+        problems = _problems(items, tree)
         with suppress(ValidationError, KeyError):
             kinds = {"policy": PolicySection, "data": DataSection, "reward": RewardSection}
             read: dict[str, Any] = {k: kind.model_validate(rest[k]) for k, kind in kinds.items()}
-            problems += _missing(inputs_of(**read))
+            problems += look_up(**read, folder=folder, given=given).problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"{source}: {count}\n{listed}") from error
@@ -348,28 +350,19 @@ def dump_config(config: RunConfig) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def inputs_of(policy: PolicySection, data: DataSection, reward: RewardSection) -> dict[str, Path]:
-    """The directories and files that sections name, by key."""
-    named: dict[str, Any] = {"policy.path": policy.path, "data.path": data.path}
-    named |= {f"data.sources.{i}.path": source.path for i, source in enumerate(data.sources or ())}
-    named["data.eval_path"] = data.eval_path
-    named |= {f"data.eval_sets.{name}.path": one.path for name, one in data.eval_sets.items()}
-    named |= {f"reward.functions.{i}.model": f.model for i, f in enumerate(reward.functions)}
-    return {key: path for key, path in named.items() if isinstance(path, Path)}
+def require_inputs(config: RunConfig, given: Collection[str] = ()) -> Inputs:
+    """What the recipe names, but for reward functions that are `given`. ConfigError where several
+    of its inputs cannot be used; of one its own error."""
+    found = look_up(config.policy, config.data, config.reward, given=given)
+    if len(found.problems) > 1:
+        listed = "\n".join(f"  {problem}" for problem in found.problems)
+        raise ConfigError(f"{len(found.problems)} inputs of the recipe are wrong\n{listed}")
+    if found.errors:
+        raise found.errors[0]
+    return found
 
 
-def _missing(inputs: Mapping[str, Path]) -> list[str]:
-    return [f"{key}: there is no {path}" for key, path in inputs.items() if not path.exists()]
-
-
-def require_inputs(config: RunConfig) -> None:
-    """ConfigError where several inputs are missing; of one its reader says more."""
-    if len(problems := _missing(inputs_of(config.policy, config.data, config.reward))) > 1:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"{len(problems)} inputs of the recipe are missing\n{listed}")
-
-
-def _problems(items: Sequence[Any]) -> list[str]:
+def _problems(items: Sequence[Any], tree: dict[str, Any]) -> list[str]:
     problems: list[str] = []
     for item in items:
         path = ".".join(str(part) for part in item["loc"])
@@ -383,25 +376,42 @@ def _problems(items: Sequence[Any]) -> list[str]:
             message = str(item.get("ctx", {}).get("error", item["msg"]))
             problems += [f"{path}: {message}"] if path else message.splitlines()
         else:
-            problems.append(f"{path}: {_told(item)}")
+            problems.append(f"{path}: {_told(item, path, tree)}")
     return problems
 
 
 _FULL_NAMES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
-def _told(item: dict[str, Any]) -> str:
+def _told(item: dict[str, Any], path: str, tree: dict[str, Any]) -> str:
     """What pydantic says was wanted, in words of a recipe, and what was given."""
     kind, given, wanted, more = item["type"], item["input"], item["msg"], ""
     if kind == "model_type":
         wanted = "a section, {key: value, ...}, is wanted"
     if kind in ("tuple_type", "list_type") and isinstance(given, str):
-        wanted = f"a list is wanted: write [{given}]"
+        wanted = "a list is wanted"
+        texts = (f"[{given}]", f"[{{name: {given}}}]", f"[{{path: {given}}}]")
+        if (text := next((t for t in texts if _is_right(tree, path, t)), None)) is not None:
+            more = f": write {text}"
     if kind == "literal_error" and isinstance(given, str):
         allowed = re.findall(r"'([^']+)'", item["ctx"]["expected"])
         near = get_close_matches(_FULL_NAMES.get(given, given), allowed, n=1)
         more = "".join(f"; did you mean {name}?" for name in near)
     return f"{wanted}, got {shown(given):.60}{more}"
+
+
+def _is_right(tree: dict[str, Any], path: str, text: str) -> bool:
+    """Whether a recipe with this value at `path` has no mistake of a field there."""
+    tried = copy.deepcopy(tree)
+    try:
+        apply_overrides(tried, [f"{path}={text}"])
+        RunConfig.model_validate(tried)
+    except RecipeSyntaxError:
+        return False
+    except ValidationError as error:
+        keys = path.split(".")
+        return all([*map(str, e["loc"])][: len(keys)] != keys for e in error.errors())
+    return True
 
 
 def _hint(location: tuple[int | str, ...]) -> str:
@@ -421,7 +431,16 @@ def _hint(location: tuple[int | str, ...]) -> str:
     # A run's name is meant nowhere else, and the policy's rate more often than the warm start's.
     others = sorted(found, key=lambda path: not path.startswith("optimizer."))
     elsewhere = own or [path for path in others if not path.startswith("run.")]
-    return nearest_key(key, siblings, elsewhere)
+    return nearest_key(key, siblings, [_written(path) for path in elsewhere])
+
+
+def _written(path: str) -> str:
+    """A key as it is written; one of a list's sections with all that is around it."""
+    for of_list in ("reward.functions", "data.sources"):
+        if path.startswith(f"{of_list}."):
+            section, name = of_list.split(".")
+            return f"{section}: {{{name}: [{{{path.removeprefix(f'{of_list}.')}: ...}}]}}"
+    return path
 
 
 def all_paths() -> list[str]:

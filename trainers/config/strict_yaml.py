@@ -127,7 +127,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     problems: list[str] = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        source, keys = f"--set {override:.60}", path.strip().split(".")
+        source, keys = f"override {override:.60}", path.strip().split(".")
         try:
             if not equals or not all(keys):
                 problem = "expected section.key=value: training.steps=10, say"

@@ -35,18 +35,22 @@ def read_rows(source: EvalSetSection) -> tuple[Rows, str | None]:
     """
     path = source.path
     given = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
-    if isinstance(path, str) or path.is_dir():
-        return _from_datasets(source)
-    if given:
+    if isinstance(path, Path) and not path.is_dir() and given:
         raise DataError(f"{path} is a file, which has no {' or '.join(given)}: leave it out")
-    if path.suffix == ".parquet":
+    if isinstance(path, str) or of_datasets(source):
         return _from_datasets(source)
-    rows = jsonl_rows(path, source.limit)
-    if path.suffix in DELIMITERS:
-        rows = _csv_rows(path, DELIMITERS[path.suffix], source.limit)
-    elif path.suffix == ".json" and _is_list(path):
+    rows, suffix = jsonl_rows(path, source.limit), path.suffix.lower()
+    if suffix in DELIMITERS:
+        rows = _csv_rows(path, DELIMITERS[suffix], source.limit)
+    elif suffix == ".json" and _is_list(path):
         rows = _json_rows(path, source.limit)
     return rows, None
+
+
+def of_datasets(source: EvalSetSection) -> bool:
+    """Whether a data set is read by `datasets`."""
+    path = source.path
+    return isinstance(path, str) or path.is_dir() or path.suffix.lower() == ".parquet"
 
 
 def _is_list(path: Path) -> bool:

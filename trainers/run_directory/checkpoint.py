@@ -169,9 +169,9 @@ def explained(what: str, remedy: Callable[[], str]) -> Iterator[None]:
 def remedy(directory: Path) -> str:
     """What helps a run that a full disk stopped, its checkpoints being in `directory`."""
     if list_checkpoints(directory):
-        return "Earlier checkpoints are whole: free some space and continue with --resume."
+        return "Earlier checkpoints are whole: free some space, then resume the run."
     other = "free some space, or set run.output_dir to another disk"
-    return f"There is no checkpoint yet: {other}, and begin again with --overwrite."
+    return f"There is no checkpoint yet: {other}, and begin again with overwrite."
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

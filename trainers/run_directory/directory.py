@@ -19,7 +19,8 @@ from weakref import WeakSet
 
 from rl_consistency.numerics.files import discard, is_leftover, remove_leftovers
 from rl_consistency.numerics.fingerprint import Fingerprint
-from rl_consistency.trainers.config.recipe import RunConfig, dump_config, inputs_of
+from rl_consistency.trainers.config.inputs import inputs_of
+from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import (
     REWARD_FUNCTION,
     Checkpoint,
@@ -47,7 +48,7 @@ ROWS = (METRICS, DIGESTS, SAMPLES, CHANGES)
 FILES = (CONFIG, *ROWS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 NAMES = (*FILES, CHECKPOINTS, REPLAY)
-_OTHER = "choose another directory with --set run.output_dir=DIR"
+_OTHER = "choose another directory (run.output_dir)"
 
 
 def check_directory(
@@ -78,9 +79,9 @@ def check_directory(
     if links := [f for n in (*FILES, MANIFEST, LOCK) if (f := directory / n).is_symlink()]:
         raise RunDirectoryError(f"{links[0]} is a link: put the file in its place, or {_OTHER}.")
     if resume and known is None:
-        raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
+        raise RunDirectoryError(f"{directory} holds no run to resume; leave out resume.")
     if known is not None and not resume:
-        remedy = f"continue it with --resume, remove it with --overwrite, or {_OTHER}."
+        remedy = f"continue it (resume), remove it (overwrite), or {_OTHER}."
         if dry_run and not overwrite:
             return f"{directory} holds a run, which a dry run leaves alone. To run: {remedy}"
         if not overwrite:
@@ -107,7 +108,7 @@ def _require_own_files(config: RunConfig, *, resume: bool) -> None:
     if found := found if resume else [*found, *_strangers(directory, known)]:
         names = [str(path.relative_to(directory)) for path in found]
         more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
-        option = "--resume replaces" if resume else "--overwrite removes"
+        option = "resume replaces" if resume else "overwrite removes"
         raise RunDirectoryError(
             f"{', '.join(names[:5])}{more} in {directory}: no run of ours wrote these files or "
             f"links, or they were changed since, and {option} nothing else. Move them away, or "
@@ -206,7 +207,7 @@ def newest_checkpoint(
     RunDirectoryError or CheckpointError where it cannot."""
     directory, steps = config.run.output_dir, config.training.steps
     if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
-        remedy = "start again with --overwrite, and with training.save_every above 0"
+        remedy = "start again with overwrite, and with training.save_every above 0"
         raise RunDirectoryError(f"{directory} has no complete checkpoint to resume from: {remedy}.")
     accepted = REWARD_FUNCTION if config.reward.accept_changed else None
     free = {"accepted": accepted, "changeable": changeable}
@@ -223,14 +224,14 @@ def newest_checkpoint(
 
 
 def require_outside(directory: Path, inputs: Mapping[str, Path]) -> None:
-    """RunDirectoryError where --overwrite would remove an input, which is given by name."""
+    """RunDirectoryError where `overwrite` would remove an input, which is given by name."""
     doomed = {(directory / name).resolve() for name in NAMES}
     for key, path in inputs.items():
         links = [f for f in path.iterdir() if f.is_symlink()] if path.is_dir() else []
         for file in [path, *links]:
             place = Path(os.path.realpath(file))
             if doomed & {place, *place.parents}:
-                problem = f"lies inside the run in {directory} that --overwrite would remove"
+                problem = f"lies inside the run in {directory} that overwrite would remove"
                 raise RunDirectoryError(f"{key} {file} {problem}: copy it elsewhere, or {_OTHER}.")
 
 

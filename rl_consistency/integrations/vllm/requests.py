@@ -17,7 +17,7 @@ one, and another when it goes on after a preemption.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
@@ -111,26 +111,23 @@ def require_covered(request: Any) -> None:
         asked(request.sampling_params)
 
 
-def install(architectures: Collection[str]) -> None:
-    """Have vLLM refuse requests in this process, for models of these architectures; may run several
-    times."""
+def install_refusals() -> None:
+    """Have vLLM refuse requests that are not covered, in this process; may run several times."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def process_inputs(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = stock(self, *args, **kwargs)
-        if self.model_config.architecture in architectures:
-            require_covered(request)
-            params = request.sampling_params
-            if params is not None and params.n > 1 and params.seed is not None:
-                # Another dict: the caller may hold this one.
-                params.extra_args = {**(params.extra_args or {}), FIRST_SEED: params.seed}
+    def process_inputs(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        request = stock(*args, **kwargs)
+        require_covered(request)
+        params = request.sampling_params
+        if params is not None and params.n > 1 and params.seed is not None:
+            # Another dict: the caller may hold this one.
+            params.extra_args = {**(params.extra_args or {}), FIRST_SEED: params.seed}
         return request
 
-    def preprocess_add_request(stock: Callable[..., Any], self: Any, request: Any) -> Any:
-        if self.vllm_config.model_config.architecture in architectures:
-            require_covered(request)
-        return stock(self, request)
+    def preprocess_add_request(stock: Callable[..., Any], engine: Any, request: Any) -> Any:
+        require_covered(request)
+        return stock(engine, request)
 
     for owner, refusing in ((InputProcessor, process_inputs), (EngineCore, preprocess_add_request)):
         stock = getattr(owner, refusing.__name__)

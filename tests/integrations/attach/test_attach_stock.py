@@ -42,6 +42,25 @@ def test_the_models_are_stock_inside_and_patched_after(directory, attach, make):
         assert torch.equal(model(IDS).logits, right)
 
 
+def test_detach_waits_for_the_end_of_stock(attach, make):
+    """Inside it would take TRL's forward off the model."""
+    attachment = attach(trainer := make())
+    refused = pytest.raises(ValueError, match=r"detach\(\) inside attachment.stock\(\)")
+    with attachment.stock(), refused:
+        attachment.detach()
+    attachment.detach()
+    fused = {"labels": IDS, "fused_lm_head": True}
+    assert trainer.model(input_ids=IDS, **fused).log_probs.shape == (1, 3)
+
+
+def test_a_prompt_beyond_the_context_names_arguments_of_trl(attach, make):
+    trainer = make()
+    attach(trainer)
+    context = trainer.model.config.max_position_embeddings
+    with pytest.raises(ValueError, match="max_completion_length=.* exceed the model's context"):
+        trainer.vllm_generation.generate([[49] * context], None, 1)
+
+
 def test_what_was_changed_inside_is_found_when_the_block_ends(attach, make):
     attachment = attach(make())
     with pytest.raises(UnsupportedModelError), attachment.stock() as model:

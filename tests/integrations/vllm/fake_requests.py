@@ -60,9 +60,6 @@ class SamplingParams:
 class InputProcessor:
     """The front end: clones what it is given."""
 
-    def __init__(self, architecture="Qwen3ForCausalLM"):
-        self.model_config = SimpleNamespace(architecture=architecture)
-
     def process_inputs(self, request_id, prompt, params, *, lora_request=None):
         params = copy.copy(params) if params.skip_clone else copy.deepcopy(params)
         return request_of(params, lora_request=lora_request)
@@ -75,9 +72,6 @@ def request_of(sampling_params, **fields):
 
 
 class EngineCore:
-    def __init__(self, architecture="Qwen3ForCausalLM"):
-        self.vllm_config = SimpleNamespace(model_config=InputProcessor(architecture).model_config)
-
     def preprocess_add_request(self, request):
         return request, 0
 

@@ -55,7 +55,7 @@ def installed(requests, monkeypatch):
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     for _ in range(2):
-        requests.install(["Qwen3ForCausalLM"])
+        requests.install_refusals()
 
 
 def test_each_field_of_vllms_sampling_params_is_known():
@@ -152,12 +152,18 @@ def test_what_else_a_request_brings_is_refused(installed, field):
             InputProcessor().process_inputs("a", [1], SamplingParams(), lora_request=object())
 
 
-def test_other_models_and_pooling_requests_are_left_to_vllm(installed):
-    params = SamplingParams(min_tokens=3)
-    assert InputProcessor("Other").process_inputs("a", [1], params).sampling_params == params
-    request = request_of(params)
-    assert EngineCore("Other").preprocess_add_request(request) == (request, 0)
-    assert EngineCore().preprocess_add_request(pooling := request_of(None)) == (pooling, 0)
+def test_pooling_requests_are_left_to_vllm(installed):
+    request = request_of(None)
+    assert EngineCore().preprocess_add_request(request) == (request, 0)
+
+
+def test_registering_the_models_installs_the_refusals(installed, monkeypatch):
+    from rl_consistency.integrations.vllm import model
+
+    monkeypatch.setattr(EngineCore, "preprocess_add_request", lambda self, request: None)
+    model.register_models()
+    with pytest.raises(ValueError, match="^min_tokens="):
+        EngineCore().preprocess_add_request(request_of(SamplingParams(min_tokens=1)))
 
 
 @pytest.mark.parametrize("skip_clone", [False, True])

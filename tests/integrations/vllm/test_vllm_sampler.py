@@ -163,7 +163,7 @@ def test_an_index_and_a_preemption_change_nothing_but_the_stream(model, make):
 
 
 def test_a_request_without_a_seed_draws_one_from_vllm(model, make, monkeypatch):
-    sampler, base = make()
+    sampler, _ = make()
     numbers = iter((-5, 7))
     monkeypatch.setattr(np.random, "randint", lambda *_: next(numbers))
     found = served(model, sampler, prompts_of(2), [SamplingParams(logprobs=0)] * 2)

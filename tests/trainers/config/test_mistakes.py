@@ -37,7 +37,8 @@ MISTAKES = {
 @pytest.fixture
 def problems_of(tmp_path):
     file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(RECIPE))
+    reward = {"functions": [{"name": "exact_match"}]}
+    file.write_text(yaml.safe_dump(RECIPE | {"reward": reward}))
 
     def problems_of(*overrides):
         with pytest.raises(ConfigError) as refused:
@@ -78,7 +79,11 @@ def test_files_that_are_missing_are_told_with_the_rest(problems_of, tmp_path):
     ("change", "told"),
     [
         ("training.learning_rate=1", "mean optimizer.learning_rate or warm_start.learning_rate?"),
-        ("reward.name=x", "mean reward.functions.name?"),
+        ("reward.name=x", "mean reward: {functions: [{name: ...}]}?"),
+        ("reward.functions.0.wieght=1", "did you mean weight?"),
+        ("reward.functions=exact_match", "write [{name: exact_match}]"),
+        ("data.sources=a.jsonl", "write [{path: a.jsonl}]"),
+        ("reward.functions='a: b: c'", "a list is wanted, got"),
         ("algorithm.dynamic_sampling=true", "a section, {key: value, ...}, is wanted"),
         ("tracking.wandb=p", "a section, {key: value, ...}, is wanted"),
         ("optimizer.betas=0.9,0.95", "write [0.9,0.95]"),
@@ -104,10 +109,56 @@ def test_a_rule_about_a_key_that_is_wrong_itself_waits(problems_of):
 def test_every_override_that_cannot_be_read_is_named(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(RECIPE))
-    with pytest.raises(ConfigError, match=r"--set a: expected .*\n--set b.c=\[1 is not valid"):
+    with pytest.raises(
+        ConfigError, match=r"override a: expected .*\noverride b.c=\[1 is not valid"
+    ):
         load_config(file, ["a", "training.steps=1", "b.c=[1"])
 
 
 def test_names_of_others_lead_to_keys_that_exist():
     assert set(OTHER_NAMES.values()) <= {*all_paths()}
     RunConfig.model_validate(STANDS_IN | {"tokenizer": {"kind": "auto"}})
+
+
+@pytest.fixture
+def data_file(tmp_path):
+    """A file of these lines, which a recipe may have in place of its task."""
+
+    def data_file(*lines):
+        (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return ["data.task=null", f"data.path={tmp_path}/rows.jsonl", "training.eval_every=0"]
+
+    return data_file
+
+
+GOOD = '{"question": "1+1=", "answer": "2"}'
+INPUTS = {
+    "reward.functions=[{name: exact_mach}]": "unknown reward function 'exact_mach': did you mean",
+    "reward.functions=[{name: 'nope.mod:f'}]": "cannot import 'nope.mod'",
+    "reward.functions=[{name: 'nope.py:f'}]": "there is no file",
+}
+
+
+@pytest.mark.parametrize(("change", "told"), INPUTS.items())
+def test_reward_functions_and_first_rows_are_looked_up_with_the_keys(
+    problems_of, data_file, change, told
+):
+    for lines, of_data in (
+        (['{"prompt": "1+1="}'], "line 1: no field 'question'"),
+        ([GOOD, "{'question': 1}"], "line 2: not JSON in UTF-8"),
+        ([""], "line 1: blank"),
+    ):
+        found = problems_of(*data_file(*lines), change, "run.sead=1")
+        assert len(found) == 3 and "run.sead" in found[0]
+        assert of_data in found[1] and "data.path" in found[1]
+        assert told in found[2] and "reward.functions.0" in found[2]
+    assert len(problems_of(*data_file(GOOD), "run.sead=1")) == 1
+
+
+def test_inputs_are_looked_at_before_weights_are_loaded(tmp_path, problems_of, data_file):
+    changes = [*data_file('{"prompt": "1+1="}'), "reward.functions=[{name: mine}, {name: gsm9k}]"]
+    config = load_config(tmp_path / "recipe.yaml", changes)
+    with pytest.raises(ConfigError) as refused:
+        require_inputs(config, given=["mine"])
+    (count, data, reward) = str(refused.value).splitlines()
+    assert count.startswith("2 ") and "no field 'question'" in data and "gsm9k" in reward

@@ -7,7 +7,7 @@ from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.data.examples import problem, problems, split_of
 from rl_consistency.trainers.data.prompts import load_prompts
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.rewards import arithmetic
+from rl_consistency.trainers.reward_functions import arithmetic
 
 SIZES = {"num_terms": 4, "max_value": 9}
 

@@ -76,6 +76,13 @@ def test_the_evaluation_split_of_a_directory_is_read(tmp_path):
     assert list(named) == ["mine"] and len(list(read_rows(named["mine"])[0])) == 1
 
 
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
+def test_the_case_of_a_suffix_does_not_matter(tmp_path, kind):
+    lower = written(tmp_path, kind)
+    upper = lower.rename(lower.with_suffix(lower.suffix.upper()))
+    assert [e.prompt for e in read(path=str(upper))[0]] == [row["question"] for row in ROWS]
+
+
 def test_a_column_of_csv_that_stands_twice_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("question,answer,answer\n1+1=,2,3\n")
     with pytest.raises(DataError, match=r"a\.csv: the field answer stands more than once"):

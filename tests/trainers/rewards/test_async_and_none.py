@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards import RewardError, RewardFunction, compute_rewards, known
+from rl_consistency.trainers.reward_functions import RewardError
+from rl_consistency.trainers.rewards import RewardFunction, compute_rewards, known
 
 EXAMPLES = [Example(id=40 + i, prompt="p", answer="a", target="a") for i in range(3)]
 COMPLETIONS = ["0", "wrong", "2"]

@@ -18,14 +18,9 @@ from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy_files import PolicyError
 from rl_consistency.trainers.reward_calls import source_digest
+from rl_consistency.trainers.reward_functions import RewardError, resolve
 from rl_consistency.trainers.reward_model import RewardModel
-from rl_consistency.trainers.rewards import (
-    RewardError,
-    RewardFunction,
-    check_data,
-    compute_rewards,
-    resolve,
-)
+from rl_consistency.trainers.rewards import RewardFunction, check_data, compute_rewards
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 
 EXTRA = {"level": 3, "data_source": "sums", "extra_info": {"index": 7}}

@@ -14,18 +14,15 @@ import torch
 from rl_consistency.trainers import rewards
 from rl_consistency.trainers.config.data_sections import RewardSection
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.rewards import (
+from rl_consistency.trainers.foreign_calls import TimeIsUp, time_limit
+from rl_consistency.trainers.reward_functions import (
     RewardError,
-    RewardFunction,
-    TimeIsUp,
     arithmetic,
-    check_data,
-    compute_rewards,
     exact_match,
     gsm8k,
     resolve,
-    time_limit,
 )
+from rl_consistency.trainers.rewards import RewardFunction, check_data, compute_rewards
 
 EXAMPLES = [
     Example(id=40 + i, prompt=f"p{i}", answer=str(i), target=str(i), extra={"level": i})

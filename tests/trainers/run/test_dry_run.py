@@ -109,13 +109,11 @@ def test_a_dry_run_leaves_a_run_that_is_there_alone(dry_run, tiny_run):
     assert dry_run() == 0
     train(tiny_run.config(), dry_run=True, announce=told.append)
     assert tiny_run.files() == before
-    assert "which a dry run leaves alone. To run: continue it with --resume" in told[0]
+    assert "which a dry run leaves alone. To run: continue it (resume)" in told[0]
     train(tiny_run.config(), dry_run=True, overwrite=True, announce=told.append)
     assert tiny_run.files() == before
     (tiny_run.directory / "run" / "summary.json").write_text("mine")
-    with pytest.raises(
-        RunDirectoryError, match=r"summary\.json .* --overwrite removes nothing else"
-    ):
+    with pytest.raises(RunDirectoryError, match=r"summary\.json .* overwrite removes nothing else"):
         train(tiny_run.config(), dry_run=True, overwrite=True)
 
 

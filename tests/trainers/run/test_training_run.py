@@ -95,7 +95,7 @@ def test_runs_follow_one_another_also_in_another_thread_and_under_fsdp2(train):
     first = train(rewards=[varied])
     with pytest.raises(
         RunDirectoryError,
-        match="run; continue it with resume=True, remove it with overwrite=True, .* run={",
+        match=r"run; continue it \(resume\), remove it \(overwrite\), or choose",
     ):
         train(rewards=[varied])
     with ThreadPoolExecutor(1) as pool:

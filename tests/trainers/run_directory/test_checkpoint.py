@@ -294,7 +294,7 @@ def test_a_disk_that_fills_up_before_the_first_checkpoint_does_not_advise_to_res
     with largest_file(1000), pytest.raises(CheckpointError) as error:
         save(tmp_path)
     assert "no checkpoint yet: free some space" in str(error.value)
-    assert "--overwrite" in str(error.value) and "--resume" not in str(error.value)
+    assert "begin again with overwrite" in str(error.value) and "resume" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -258,7 +258,7 @@ def test_a_disk_that_is_full_at_the_metrics_says_what_helps(tiny_run, monkeypatc
         real(descriptor)
 
     logged, changes = [], {"training.save_every": 1 if step else 0}
-    remedy = "continue with --resume" if step else "begin again with --overwrite"
+    remedy = "then resume the run" if step else "begin again with overwrite"
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(

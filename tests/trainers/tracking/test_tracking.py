@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from accelerate import PartialState
 from rich.console import Console
 
 from rl_consistency.integrations.wandb_drift import ALERT
@@ -28,6 +29,12 @@ STEP = {
     "tokens_per_second": 12345.6,
     "consistency/mismatched_tokens": 0,
 }
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_has_begun():
+    """As in a run; its trackers refuse to log before."""
+    PartialState()
 
 
 def console(terminal):
@@ -117,6 +124,24 @@ def test_wandb_is_told_the_status_of_a_run(tmp_path, monkeypatch, failed, status
 OFFLINE, ONLINE = WandbSection(project="p"), WandbSection(project="p", mode="online")
 
 
+@pytest.mark.parametrize(
+    ("loss", "shown"), [(-1e-9, "0.0000"), (-0.0, "0.0000"), (-0.25, "-0.2500")]
+)
+def test_a_loss_that_rounds_to_zero_has_no_sign(capsys, loss, shown):
+    ConsoleTable(1, console=Console(width=200)).log(1, {"loss": loss})
+    assert capsys.readouterr().out.split("\n")[1].split()[3] == shown
+
+
+def test_an_empty_variable_of_wandb_counts_as_not_set(monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    warned = []
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert check_wandb(OFFLINE, warned.append) is OFFLINE
+    tracker = WandbTracker("p", directory=tmp_path, warn=warned.append)
+    tracker.close()
+    assert warned == []
+
+
 def test_without_wandb_a_run_is_warned_once(monkeypatch):
     warned = []
     monkeypatch.setattr(services, "find_spec", lambda name: None)
@@ -139,7 +164,7 @@ def test_online_without_a_key_a_run_is_warned_once_with_the_remedy(tmp_path, mon
 
 @pytest.mark.parametrize("online", [False, True])
 def test_an_environment_that_wandb_cannot_read_costs_one_line(tmp_path, monkeypatch, online):
-    """`WANDB_MODE=`, say: pydantic refuses wandb's settings, which is no error of wandb."""
+    """`WANDB_MODE=on`, say: pydantic refuses wandb's settings, which is no error of wandb."""
     wandb = pytest.importorskip("wandb", reason="wandb is an optional extra")
     warned = []
     monkeypatch.setattr(wandb, "login" if online else "init", lambda **_: wandb.Settings(mode=""))

@@ -1,0 +1,105 @@
+"""Keys and values in vLLM's memory: what vLLM allocates for a layer, and how the ops see it."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from rl_consistency.integrations.vllm.steps import Step
+
+
+class CacheLayer(AttentionLayerBase):
+    """One layer's keys and values, as vLLM's `static_forward_context` holds them by name.
+
+    vLLM sets `kv_cache` to [blocks, block_size, 2 Hkv, D]: a block's keys and values lie together,
+    as vLLM's copies of blocks expect.
+    """
+
+    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, head_dim
+        self.dtype, self.kv_cache = dtype, torch.empty(0, 0, 2 * kv_heads, head_dim)
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """vLLM's memory of this layer; setting it makes the views."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: Tensor) -> None:
+        self._kv_cache = kv_cache
+        keys, values = kv_cache.split(self.kv_heads, dim=2)
+        self.keys_and_values = keys, values
+        """[blocks, block_size, Hkv, D] each."""
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> FullAttentionSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.kv_heads,
+            head_size=self.head_dim,
+            dtype=self.dtype,
+        )
+
+
+class Backend(AttentionBackend):
+    """What vLLM asks about the cache; the model calls attention itself."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the member of vLLM's list of backends for those of others
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return None
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        return num_blocks, block_size, 2 * num_kv_heads, head_size
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class MetadataBuilder(AttentionMetadataBuilder):
+    """Makes a `Step` of what vLLM knows of one."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Step:
+        return Step(common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
+        return Step(common_attn_metadata, for_capture=True)

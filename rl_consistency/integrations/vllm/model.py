@@ -1,0 +1,184 @@
+"""One model class of vLLM for all families: it holds the patched Hugging Face model.
+
+vLLM keeps its scheduler, blocks, prefix cache, graphs and server. It calls the model through the
+names below, and the model runs `paged_hidden_states` over vLLM's memory.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.model_executor.models.registry import ModelRegistry
+
+from rl_consistency.integrations.vllm.cache import CacheLayer
+from rl_consistency.integrations.vllm.requests import install_refusals
+from rl_consistency.integrations.vllm.sampler import ModelState
+from rl_consistency.integrations.vllm.settings import CanonicalConfig, refuse
+from rl_consistency.integrations.vllm.steps import CacheViews, DecodeLayouts, Step
+from rl_consistency.integrations.vllm.weights import load_weights
+from rl_consistency.kernels.attention.layout import CapturedPagedAttention, PackedSequences
+from rl_consistency.kernels.attention.op import attention_paged
+from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.models.families import FAMILIES
+from rl_consistency.models.forward import (
+    cache_sizes,
+    next_token_logits,
+    paged_hidden_states,
+    rotary_rows,
+)
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.settings import verify_settings
+from rl_consistency.rollout.weights import model_digest
+
+ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
+
+
+def register_models() -> None:
+    """Let vLLM make the class below for every architecture that is covered, and know no other:
+    those would be served by vLLM's own models, and not be exact. It refuses other requests, too."""
+    for name in set(ModelRegistry.models) - set(ARCHITECTURES):
+        del ModelRegistry.models[name]
+    for name in ARCHITECTURES:
+        ModelRegistry.register_model(name, CanonicalForCausalLM)
+        MODELS_CONFIG_MAP[name] = CanonicalConfig
+    install_refusals()
+
+
+@eager_break_during_capture  # between two graphs, where prefill runs through breakable ones
+def attend(
+    model: CanonicalForCausalLM,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of the step at hand into `out` [T, H, D]; rows of padding keep what they hold."""
+    step: Step = get_forward_context().attn_metadata[model.names[layer]]
+    scores: Any = {"scale": scale, "window": window, "new": (k, v)}
+    for layout in step.layouts(model.cache()):
+        if q.is_cuda:
+            attention_paged(q, layout, layer, **scores, out=out)
+        else:  # where a call writes all rows
+            rows = layout.rows()
+            out[rows] = attention_paged(q, layout, layer, **scores)[0][rows]
+    return out
+
+
+class CanonicalForCausalLM(nn.Module):
+    """The patched model, `hf`, behind vLLM's interface of a text model."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        refuse(vllm_config)
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        config._attn_implementation = "sdpa"
+        self.hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self.hf.to(dtype).eval().requires_grad_(False)
+        default = torch.get_default_dtype()  # vLLM's, while it makes a model
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                self.session = patch(self.hf, cuda_graphs=False)
+        finally:
+            torch.set_default_dtype(default)
+        layers, kv_heads, head_dim = cache_sizes(self.hf)
+        sizes = config.num_attention_heads, kv_heads, head_dim
+        self.names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+        self.caches = [CacheLayer(*sizes, dtype) for _ in self.names]
+        layer_of = vllm_config.compilation_config.static_forward_context
+        layer_of.update(zip(self.names, self.caches, strict=True))
+        self.vllm_config, self.max_len = vllm_config, vllm_config.model_config.max_model_len
+        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._decode = DecodeLayouts(self.max_len)
+        self._attended: Tensor | None = None
+        self._angles: Tensor | None = None
+
+    def get_model_state_cls(self) -> type[ModelState]:
+        return ModelState
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.hf.get_input_embeddings()(input_ids.long())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [T, H] of a step's tokens [T] int32 at positions [T] int64."""
+        if inputs_embeds is not None:
+            raise ValueError("rl_consistency in vLLM: prompts as embeddings are not covered.")
+        context, tokens = get_forward_context(), input_ids.long()
+        if self._angles is None:
+            self._prepare()
+        if context.attn_metadata is None:  # vLLM measures memory, before there is a cache
+            return paged_hidden_states(self.hf, tokens, positions, self._prompts(len(tokens)))
+        step: Step = context.attn_metadata[self.names[0]]
+        with certified_to_the_row() if step.for_capture else nullcontext():
+            return paged_hidden_states(self.hf, tokens, positions, self._layout(step, context))
+
+    def _prepare(self) -> None:
+        """Make what graphs read by address, while vLLM measures memory."""
+        self._angles = rotary_rows(self.hf, self.max_len)
+        size = self._max_tokens, self.caches[0].num_heads, self.caches[0].head_dim
+        weight = self.hf.get_input_embeddings().weight
+        # One memory for attention of all graphs and outside theirs: padding in it stays finite.
+        self._attended = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+
+    def _prompts(self, tokens: int) -> Any:
+        """Whole prompts of as many tokens."""
+        starts = range(0, tokens, self.max_len)
+        return PackedSequences.of(starts, [min(self.max_len, tokens - s) for s in starts])
+
+    def _layout(self, step: Step, context: Any) -> CapturedPagedAttention:
+        mode = context.cudagraph_runtime_mode
+        if step.for_capture and step.is_decode and mode == CUDAGraphMode.NONE:
+            return self._decode.layout(step, self.cache())
+        slots = context.slot_mapping[self.names[0]].clamp(min=0)  # vLLM's block 0 is nobody's
+        return CapturedPagedAttention.interrupted(
+            self._interrupt, step.used(), slot_mapping=slots, **self.cache()
+        )
+
+    def cache(self) -> CacheViews:
+        """Where keys and values of all layers lie, without slots."""
+        keys, values = zip(*(cache.keys_and_values for cache in self.caches), strict=True)
+        return {"key_cache": keys, "value_cache": values, "block_size": keys[0].shape[1]}
+
+    def _interrupt(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
+    ) -> Tensor:
+        assert self._attended is not None
+        return attend(self, q, k, v, self._attended[: len(q)], layer, scale, window)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [n, V] fp32 of hidden states [n, H]; ConsistencyError under other settings."""
+        verify_settings()
+        return next_token_logits(self.hf, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy a checkpoint's tensors by name; the names that were loaded, as vLLM counts them."""
+        return load_weights(self.hf, weights)
+
+    def digest(self) -> str:
+        """What `rl_consistency.model_digest` gives of the trained model, if the weights are."""
+        return model_digest(self.hf)
+
+    def fingerprint(self) -> dict[str, str]:
+        """The entries of `rl_consistency.fingerprint` in this process."""
+        return fingerprint(self.hf.device).entries

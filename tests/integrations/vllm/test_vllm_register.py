@@ -1,0 +1,57 @@
+"""The entry point: off until asked, exact releases."""
+
+import pytest
+
+from rl_consistency.models.families import FAMILIES
+from tests.integrations.vllm.fake_vllm import ModelRegistry
+
+
+@pytest.fixture
+def register(monkeypatch):
+    from rl_consistency.integrations.vllm import register, versions
+
+    monkeypatch.setattr(versions, "version", lambda name: "0.26.0")
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
+        monkeypatch.setenv(name, "1")
+    ModelRegistry.models.clear()
+    return register
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_registered_until_asked(register, monkeypatch, value):
+    monkeypatch.delenv("RL_CONSISTENCY_VLLM", raising=False)
+    if value is not None:
+        monkeypatch.setenv("RL_CONSISTENCY_VLLM", value)
+    register()
+    assert not ModelRegistry.models
+
+
+def test_every_family_is_served_by_one_class(register, monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
+    register()
+    register()
+    assert set(ModelRegistry.models) == {f"{name}ForCausalLM" for name in FAMILIES.values()}
+    assert len(set(ModelRegistry.models.values())) == 1
+
+
+def test_a_model_that_is_not_covered_is_not_served_by_vllms_own(register, monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
+    ModelRegistry.register_model("TransformersForCausalLM", object)
+    register()
+    assert "TransformersForCausalLM" not in ModelRegistry.models
+
+
+def test_another_value_is_refused(register, monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "yes")
+    with pytest.raises(ValueError, match="1 turns the plug-in on"):
+        register()
+
+
+def test_a_release_that_is_not_covered_is_refused_by_name(register, monkeypatch):
+    from rl_consistency.integrations.vllm import versions
+
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
+    monkeypatch.setattr(versions, "version", lambda name: "0.25.1")
+    with pytest.raises(ValueError, match=r"vLLM 0\.25\.1 is installed.*pip install vllm=="):
+        register()
+    assert not ModelRegistry.models
