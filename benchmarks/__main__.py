@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from benchmarks.distributed import distributed_suites
 from benchmarks.ops.suites import op_suites
 from benchmarks.rollout.engines import MODES
+from benchmarks.rollout.plugin import plugin_suites
 from benchmarks.rollout.suites import rollout_suites
 from benchmarks.suite import Choice, Suites, code_meta, measure, run_meta, shipped_findings, summary
 from benchmarks.timing import Machine
@@ -37,6 +39,7 @@ SUITES = {
     "train": (training_suites, "training steps of whole models"),
     "distributed": (distributed_suites, "sums, optimizer steps and GRPO steps on all GPUs here"),
     "trl": (trl_suites, "TRL's GRPO step as it comes, attached, and our own recipe's"),
+    "vllm": (plugin_suites, "vLLM with the plug-in, as it comes, and our own engine"),
 }
 
 
@@ -65,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--device", default="cpu" if name == "accuracy" else "cuda")
         add_outputs(command, json="the results file")
         command.add_argument("--commit", help="the commit measured, where there is no git")
-        command.set_defaults(random_shapes=None, model=[], vllm=None, against=[])
+        command.set_defaults(random_shapes=None, model=[], vllm=None, against=[], quick=False)
         if name != "accuracy":
             text = "only these suites"
             command.add_argument("--only", type=_names, metavar="SUITE,...", help=text)
@@ -75,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
         if name in ("rollout", "train"):
             text = "instead, of these models: presets, or sizes as benchmarks/models.py names them"
             command.add_argument("--model", type=_names, metavar="NAME,...", help=text)
+    plugin = commands.choices["vllm"]
+    text = "of these models: directories, or names as benchmarks/models.py has them"
+    plugin.add_argument("--model", type=_names, metavar="DIR,...", help=text)
+    plugin.add_argument(
+        "--quick", action="store_true", help="two runs, and groups of 512 new tokens"
+    )
     rollout = commands.choices["rollout"]
     text = "instead, beside vLLM, which lies in this site-packages folder; with --model of these"
     rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
@@ -106,8 +115,10 @@ def chosen_suites(args: argparse.Namespace, *, tiny: bool) -> Suites:
         raise ValueError("--random-shapes draws shapes of a GPU's size; leave --device cpu out.")
     if args.against and args.vllm is None:
         raise ValueError("--against goes with --vllm FOLDER.")
+    if args.what == "vllm" and find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed: pip install 'rl-consistency[vllm]'.")
     asked = {"models": args.model, "vllm": args.vllm, "against": args.against}
-    suites = SUITES[args.what][0](Choice(tiny=tiny, seed=seed, **asked))
+    suites = SUITES[args.what][0](Choice(tiny=tiny, seed=seed, quick=args.quick, **asked))
     if seed is not None:
         suites = {
             f"{name}_random": [replace(case, shape={"seed": seed, **case.shape}) for case in found]

@@ -52,6 +52,8 @@ class Choice:
     """A site-packages folder with vLLM."""
     against: Sequence[str] = ()
     """Modes of vLLM."""
+    quick: bool = False
+    """Fewer runs, and shorter completions where the longest take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)

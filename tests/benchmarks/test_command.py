@@ -30,11 +30,13 @@ def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
         ("rollout --vllm /absent", "--vllm /absent: no folder `vllm` with a package is in it"),
         ("rollout --against defaults", "--against goes with --vllm FOLDER"),
         ("rollout --vllm /absent --random-shapes 3", "--random-shapes draws its models"),
+        ("vllm --quick", "pip install 'rl-consistency[vllm]'"),
         ("ops --json /absent/x.json", "not a file in an existing directory"),
         ("accuracy --device bogus", "--device"),
     ],
 )
-def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
+def test_bad_input_is_one_message_and_status_2(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     given = arguments.split()
     assert command.main(given if "--device" in given else [*given, "--device", "cpu"]) == 2
     error = capsys.readouterr().err

@@ -8,7 +8,7 @@ names below, and the model runs `paged_hidden_states` over vLLM's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,10 +25,20 @@ from rl_consistency.integrations.vllm.cache import CacheLayer
 from rl_consistency.integrations.vllm.requests import install_refusals
 from rl_consistency.integrations.vllm.sampler import ModelState
 from rl_consistency.integrations.vllm.settings import CanonicalConfig, refuse
+from rl_consistency.integrations.vllm.sleep import watch_sleep
+from rl_consistency.integrations.vllm.start import compile_kernels
 from rl_consistency.integrations.vllm.steps import CacheViews, DecodeLayouts, Step
-from rl_consistency.integrations.vllm.weights import load_weights
+from rl_consistency.integrations.vllm.weights import (
+    begin_step,
+    digest,
+    digests,
+    load_weights,
+    watch,
+    writable,
+)
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged
+from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.families import FAMILIES
 from rl_consistency.models.forward import (
@@ -37,10 +47,11 @@ from rl_consistency.models.forward import (
     paged_hidden_states,
     rotary_rows,
 )
+from rl_consistency.models.moe import recorded_routing
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.settings import verify_settings
-from rl_consistency.rollout.weights import model_digest
 
 ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
 
@@ -96,6 +107,8 @@ class CanonicalForCausalLM(nn.Module):
                 self.session = patch(self.hf, cuda_graphs=False)
         finally:
             torch.set_default_dtype(default)
+        watch(self.hf)
+        watch_sleep(vllm_config.model_config)
         layers, kv_heads, head_dim = cache_sizes(self.hf)
         sizes = config.num_attention_heads, kv_heads, head_dim
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
@@ -105,8 +118,8 @@ class CanonicalForCausalLM(nn.Module):
         self.vllm_config, self.max_len = vllm_config, vllm_config.model_config.max_model_len
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._decode = DecodeLayouts(self.max_len)
-        self._attended: Tensor | None = None
         self._angles: Tensor | None = None
+        self._withdrawals = audit.withdrawals()
 
     def get_model_state_cls(self) -> type[ModelState]:
         return ModelState
@@ -130,16 +143,25 @@ class CanonicalForCausalLM(nn.Module):
         if context.attn_metadata is None:  # vLLM measures memory, before there is a cache
             return paged_hidden_states(self.hf, tokens, positions, self._prompts(len(tokens)))
         step: Step = context.attn_metadata[self.names[0]]
+        layout = self._layout(step, context)
         with certified_to_the_row() if step.for_capture else nullcontext():
-            return paged_hidden_states(self.hf, tokens, positions, self._layout(step, context))
+            with recorded_routing() as record:
+                hidden = paged_hidden_states(self.hf, tokens, positions, layout)
+            for numbers in record.fingerprints():
+                self._routing[:, : len(tokens)] = torch.stack([numbers, tokens, positions])
+                self._routed.copy_(layout.numbers.tokens.sum())
+        return hidden
 
     def _prepare(self) -> None:
-        """Make what graphs read by address, while vLLM measures memory."""
+        """Compile kernels, and make what graphs read by address, while vLLM measures memory."""
         self._angles = rotary_rows(self.hf, self.max_len)
-        size = self._max_tokens, self.caches[0].num_heads, self.caches[0].head_dim
-        weight = self.hf.get_input_embeddings().weight
+        size, weight = self.caches[0], self.hf.get_input_embeddings().weight
         # One memory for attention of all graphs and outside theirs: padding in it stays finite.
-        self._attended = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        shape = self._max_tokens, size.num_heads, size.head_dim
+        self._attended = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self._routing = torch.zeros(3, self._max_tokens, dtype=torch.int64, device=weight.device)
+        self._routed = torch.zeros((), dtype=torch.int64, device=weight.device)
+        compile_kernels(self.hf, self.vllm_config)
 
     def _prompts(self, tokens: int) -> Any:
         """Whole prompts of as many tokens."""
@@ -150,9 +172,8 @@ class CanonicalForCausalLM(nn.Module):
         mode = context.cudagraph_runtime_mode
         if step.for_capture and step.is_decode and mode == CUDAGraphMode.NONE:
             return self._decode.layout(step, self.cache())
-        slots = context.slot_mapping[self.names[0]].clamp(min=0)  # vLLM's block 0 is nobody's
         return CapturedPagedAttention.interrupted(
-            self._interrupt, step.used(), slot_mapping=slots, **self.cache()
+            self._interrupt, step.used(), slot_mapping=step.slots(), **self.cache()
         )
 
     def cache(self) -> CacheViews:
@@ -163,7 +184,6 @@ class CanonicalForCausalLM(nn.Module):
     def _interrupt(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
     ) -> Tensor:
-        assert self._attended is not None
         return attend(self, q, k, v, self._attended[: len(q)], layer, scale, window)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -175,9 +195,36 @@ class CanonicalForCausalLM(nn.Module):
         """Copy a checkpoint's tensors by name; the names that were loaded, as vLLM counts them."""
         return load_weights(self.hf, weights)
 
+    def get_parameter(self, target: str) -> Any:
+        """A parameter that vLLM writes to in place, such as a sparse patch of one."""
+        return writable(self.hf, target)
+
+    def begin_step(self, computed: Sequence[int]) -> None:
+        """Before a step of requests with so many cached tokens [requests]; see `weights`."""
+        begin_step(self.hf, self.caches, computed)
+
     def digest(self) -> str:
-        """What `rl_consistency.model_digest` gives of the trained model, if the weights are."""
-        return model_digest(self.hf)
+        """What `rl_consistency.model_digest` gives of a trained model with these weights.
+
+        ConsistencyError where a library product was found to differ since the start: graphs hold
+        it, and only a new start drops them.
+        """
+        audit.withdrawals()
+        if withdrawn := audit.withdrawn_since(self._withdrawals):
+            raise ConsistencyError(
+                f"products of the vendor library differ from ours: {', '.join(withdrawn)}. Start "
+                "vLLM again; what it gave since its start may not be exact."
+            )
+        return digest(self.hf)
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each parameter."""
+        return digests(self.hf)
+
+    def routing(self) -> Tensor:
+        """[3, tokens] int64 on the host, of a mixture's last step: the routing of each token (see
+        `moe.expert_fingerprints`), its id and its position; no column in a dense model."""
+        return self._routing[:, : int(self._routed)].cpu()
 
     def fingerprint(self) -> dict[str, str]:
         """The entries of `rl_consistency.fingerprint` in this process."""

@@ -47,6 +47,9 @@ class ModelState(DefaultModelState):
         """The sampler, and no rejection sampler: drafts are not covered."""
         return Sampler(sampler, graphs=not self.model_config.enforce_eager), None
 
+    def preprocess_state(self, input_batch: Any, *_: Any) -> None:
+        self.model.begin_step(input_batch.num_computed_tokens_np)
+
 
 class Sampler:
     """Stands for vLLM's `Sampler`, `base`, which keeps what vLLM itself reads there.

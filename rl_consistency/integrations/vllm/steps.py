@@ -87,6 +87,11 @@ class Step:
         """[1] int32 on the device: the rows that are tokens; the rest is padding."""
         return self.common.query_start_loc[-1:].clone()
 
+    def slots(self) -> Tensor:
+        """[T] int64, where each row's keys are written: those of padding, for which vLLM says -1,
+        in its block 0, which no sequence holds."""
+        return self.common.slot_mapping.clamp(min=0)
+
     def layouts(self, cache: CacheViews) -> list[StepAttention]:
         """The sequences with tokens, in up to three launches of attention: those with one token,
         chunks behind a past, and whole prompts, whose keys are read where they are made."""
@@ -157,7 +162,7 @@ class DecodeLayouts:
         # Padding has no key, and attention needs one.
         torch.clamp(common.seq_lens, min=1, out=numbers.context_len)
         torch.clamp(common.seq_lens, max=1, out=numbers.tokens)
-        torch.clamp(common.slot_mapping, min=0, out=found.slot_mapping)
+        found.slot_mapping.copy_(step.slots())
         if numbers.shared is not None:
             found_runs = shared_tables(table, numbers.context_len - 1, found.block_size)
             for kept, written in zip(numbers.shared, found_runs, strict=True):

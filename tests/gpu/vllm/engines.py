@@ -53,8 +53,15 @@ GRAPHS = {
             "cudagraph_capture_sizes": [1, 2, 4, 8, 32, 128, 256, 512],
         }
     },
+    "eight": {
+        "compilation_config": {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [8],
+        }
+    },
 }
-"""How the model runs -> vLLM's options: op by op, decode steps as graphs, and prefill too."""
+"""How the model runs -> vLLM's options: op by op, decode steps as graphs, prefill too, and decode
+steps of which most are padding."""
 
 READY_SECONDS = 150.0
 

@@ -99,6 +99,26 @@ def default_weight_loader(param, loaded_weight):
     param.data.copy_(loaded_weight)
 
 
+class CuMemBackend:
+    def suspend(self, level=1):
+        """Unmaps memory."""
+
+    def resume(self, tags=None):
+        """Maps it."""
+
+
+class SleepModeBackendFactory:
+    _registry: ClassVar[dict] = {}
+
+    @classmethod
+    def register_backend(cls, name, module_path, class_name):
+        cls._registry[name] = lambda: getattr(sys.modules[module_path], class_name)
+
+    @classmethod
+    def create_backend(cls, model_config):
+        return cls._registry[model_config.sleep_mode_backend]()()
+
+
 _context = None
 
 
@@ -127,6 +147,10 @@ NAMES = {
     "vllm": {"__version__": VERSION},
     "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": lambda fn: fn},
     "vllm.config": {"CUDAGraphMode": CUDAGraphMode},
+    "vllm.device_allocator.sleep_mode_backend": {
+        "CuMemBackend": CuMemBackend,
+        "SleepModeBackendFactory": SleepModeBackendFactory,
+    },
     "vllm.forward_context": {"get_forward_context": get_forward_context},
     "vllm.model_executor.layers.attention_layer_base": {
         "AttentionLayerBase": type("AttentionLayerBase", (), {})
@@ -191,7 +215,7 @@ def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
             **{"runner_type": "generate", "model_impl": "auto", "multimodal_config": None},
             **{"enable_prompt_embeds": False, "enable_return_routed_experts": False},
             **{"logits_processors": None, "enforce_eager": False},
-            "logprobs_mode": "raw_logprobs",
+            **{"logprobs_mode": "raw_logprobs", "sleep_mode_backend": "cumem"},
         },
         "parallel_config": {
             **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),

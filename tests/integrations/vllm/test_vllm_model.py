@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import rl_consistency
+from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
+from rl_consistency.models.moe import recorded_routing
 from rl_consistency.verify.presets import build_preset
 from tests.integrations.vllm.fake_vllm import Server, vllm_config
 
@@ -101,3 +103,140 @@ def test_a_captured_decode_step_gives_the_bits_of_any_other(preset, shares, monk
     assert (layout.most_runs > 0) == shares
     if shares:
         assert layout.numbers.shared.runs.tolist() == [[0, 5, 128], [0, 0, 0]]
+
+
+def routing_of(trained, sequences):
+    """(token, position) of each sequence -> its experts, by a pass of the trained model."""
+    found = {}
+    for tokens in sequences:
+        ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+        layout = PackedSequences.of([0], [len(tokens)])
+        with recorded_routing() as record, torch.no_grad():
+            trained.model.packed_forward(ids, positions, layout)
+        (numbers,) = record.fingerprints()
+        found |= dict(zip(zip(tokens, range(len(tokens)), strict=True), numbers.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_routing_of_a_step_is_that_of_training_and_of_its_tokens_alone(captured):
+    trained = build_preset("tiny-qwen3-moe", torch.bfloat16)
+    sequences = [[10 * i + j for j in range(9)] for i in range(4)]  # no token is twice
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        expected = routing_of(trained, sequences)
+        model = served(trained)
+        server = Server(model, sequences, pad=(3, 3))
+    server.run([(i, 8) for i in range(4)])
+    for chunks in [[(i, 1) for i in range(4)]] if captured else []:
+        server.run(chunks, captured=True)
+    numbers, tokens, positions = model.routing().tolist()
+    assert len(numbers) == (4 if captured else 32)
+    for number, token, position in zip(numbers, tokens, positions, strict=True):
+        assert expected[token, position] == number
+    assert len(set(numbers)) > 1
+
+
+def test_a_dense_model_has_no_routing():
+    trained = build_preset("tiny-llama", torch.bfloat16)
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+    Server(model, [[1, 2, 3]]).run([(0, 3)])
+    assert model.routing().shape == (3, 0)
+
+
+def test_settings_that_something_changed_end_the_step(monkeypatch):
+    trained = build_preset("tiny-llama", torch.bfloat16)
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+    hidden = torch.zeros(1, trained.config.hidden_size, dtype=torch.bfloat16)
+    model.compute_logits(hidden)
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(rl_consistency.ConsistencyError, match="float32_matmul_precision"):
+        model.compute_logits(hidden)
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_a_digest_is_refused_once_a_product_of_the_library_was_withdrawn(monkeypatch):
+    from rl_consistency.kernels.matmul import audit
+
+    trained = build_preset("tiny-llama", torch.bfloat16)
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+    monkeypatch.setattr(audit._counts, "withdrawn", ["nt bf16"])
+    with pytest.raises(rl_consistency.ConsistencyError, match="nt bf16.*Start vLLM again"):
+        model.digest()
+
+
+def test_the_fingerprint_is_that_of_the_process():
+    trained = build_preset("tiny-llama", torch.bfloat16)
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+        assert model.fingerprint() == rl_consistency.fingerprint().entries
+
+
+def test_prompts_as_embeddings_are_refused():
+    trained = build_preset("tiny-llama", torch.bfloat16)
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+    with pytest.raises(ValueError, match="embeddings are not covered"):
+        model(torch.zeros(1), torch.zeros(1), inputs_embeds=torch.zeros(1, 96))
+
+
+# Mutants: each turns the comparison with training, or the count of routed rows, red.
+
+
+def _bounds_in_place_of_lengths(monkeypatch, steps):
+    """As where vLLM schedules ahead of what it knows."""
+    layout = steps.Step._layout
+
+    def wrong(self, chosen, starts, lens, contexts, cache):
+        return layout(self, chosen, starts, lens, contexts + 1, cache)
+
+    monkeypatch.setattr(steps.Step, "_layout", wrong)
+    attend = steps.SequenceTables
+    monkeypatch.setattr(
+        steps, "SequenceTables", lambda starts, lens, ends, *t: attend(starts, lens, ends + 1, *t)
+    )
+
+
+def _padding_is_written(monkeypatch, steps):
+    """Slot -1 taken as it is: what lies before the cache, here its end."""
+    slots = 16 * (1 + sum(-(-n // 16) for n in LENGTHS))
+    monkeypatch.setattr(steps.Step, "slots", lambda self: self.common.slot_mapping % slots)
+
+
+def _tables_in_another_order(monkeypatch, steps):
+    made = steps.SequenceTables
+    monkeypatch.setattr(steps, "SequenceTables", lambda *t: made(*t[:3], t[3].flip(0)))
+
+
+@pytest.mark.parametrize(
+    "mutant", [_bounds_in_place_of_lengths, _padding_is_written, _tables_in_another_order]
+)
+def test_a_mutant_of_a_step_is_seen(mutant, monkeypatch):
+    from rl_consistency.integrations.vllm import steps
+
+    trained = build_preset("tiny-llama", torch.bfloat16)
+    sequences = sequences_of(trained.config.vocab_size)
+    with rl_consistency.patch(trained, cuda_graphs=False), torch.no_grad():
+        model = served(trained)
+        scored = rl_consistency.token_logprobs(trained, sequences, prompt_lengths=[1] * 6)
+    mutant(monkeypatch, steps)
+    # The last block is a sequence's.
+    found = logprobs_of(model, sequences, blocks=1 + sum(-(-n // 16) for n in LENGTHS))
+    assert differing(found, [x.tolist() for x in scored.split()])[0] > 0
+
+
+def test_a_routed_row_of_padding_is_seen(monkeypatch):
+    from rl_consistency.integrations.vllm import steps
+
+    trained = build_preset("tiny-olmoe", torch.bfloat16)
+    with rl_consistency.patch(trained, cuda_graphs=False):
+        model = served(trained)
+
+    def all_rows(step):
+        return torch.tensor([len(step.common.slot_mapping)], dtype=torch.int32)
+
+    monkeypatch.setattr(steps.Step, "used", all_rows)
+    Server(model, [[1, 2, 3]], pad=(2, 5)).run([(0, 3)])
+    assert model.routing().shape == (3, 8)
