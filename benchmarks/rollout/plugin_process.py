@@ -73,8 +73,11 @@ def vllm(settings: Mapping[str, Any]) -> tuple[Engine, Load]:
         run = partial(engine.generate, inputs, sampling, use_tqdm=False)
         return lambda: [len(each.outputs[0].token_ids) for each in run()]
 
+    folder = settings["model"]
+
     def load() -> float:
-        (seconds,) = engine.apply_model(partial(load_again, folder=settings["model"]))
+        # A function, no partial one: only those does vLLM pickle by value.
+        (seconds,) = engine.apply_model(lambda model: load_again(model, folder))
         engine.reset_prefix_cache()
         return seconds
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from rl_consistency.integrations.refusals import (
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.integrations.trl_vllm import VLLMSync
 from rl_consistency.models.packing import PaddedBatch, packed_inputs
 from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.models.scoring.scored_rows import Sampling
@@ -50,6 +51,8 @@ _MARK = "_rl_consistency_attachment"
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 """Names of `args.optim` that are torch's AdamW."""
 
+
+Rollout = Literal["engine", "vllm"]
 
 Observer = Callable[[Tensor, PaddedBatch, LabelLogprobs], None]
 """Sees input ids [B, L], how they were packed, and their scores, in a pass with gradients."""
@@ -234,9 +237,10 @@ class Attachment:
         self._patch_reference(LabelAnswer())
 
     def _to_rollouts(
-        self, metrics_of: Sequence[str], sampling_metrics: bool, engine: dict[str, Any]
+        self, metrics_of: Sequence[str], sampling_metrics: bool, engine: dict[str, Any] | None
     ) -> None:
-        """Patch a trainer that generates, and let a RolloutEngine generate."""
+        """Patch a trainer that generates, and let a RolloutEngine generate, or vLLM if there are no
+        options for one."""
         trainer = self._trainer
         sampling = SamplingParams(
             temperature=trainer.temperature,
@@ -248,21 +252,28 @@ class Attachment:
             **stops_of(trainer),
         )
         drift = self._watch(sampling, metrics_of)
-        observers: list[Observer] = [
-            lambda ids, batch, scores: drift.observe(ids, batch.mask, scores),
-            *self._checks_of(sampling),
-        ]
+
+        def observe(ids: Tensor, batch: PaddedBatch, scores: LabelLogprobs) -> None:
+            told = scores if engine is not None else replace(scores, routing=None)  # vLLM has none
+            drift.observe(ids, batch.mask, told)
+
+        observers: list[Observer] = [observe, *self._checks_of(sampling)]
         self._patch_policy(LabelAnswer(sampling, observers=observers))
         self._patch_reference(LabelAnswer(sampling))
-        generation = EngineGeneration(trainer, self._model, sampling, drift, engine)
-        self._call_back(generation)
+        if engine is None:
+            sync = VLLMSync(trainer, self._model)
+            sync.check()
+            self._watch_backend(drift)
+            # The weights may have another dtype than at a sync before.
+            backend = {"sync_weights": sync.sync_weights, "_weight_metadata": None}
+            self._set(trainer.vllm_generation, **backend)
+            self._undo.callback(setattr, trainer, "_last_loaded_step", -1)
+        else:
+            generation = EngineGeneration(trainer, self._model, sampling, drift, engine)
+            self._call_back(generation)
+            self._set(trainer, vllm_generation=generation, use_vllm=True, vllm_mode="server")
         self._set(
-            trainer,
-            vllm_generation=generation,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_importance_sampling_correction=sampling_metrics,
-            _last_loaded_step=-1,
+            trainer, vllm_importance_sampling_correction=sampling_metrics, _last_loaded_step=-1
         )
         self._log(drift.take)
 
@@ -270,15 +281,18 @@ class Attachment:
         """Watch a trainer as it is."""
         trainer, model, drift = self._trainer, self._model, self._watch(None, metrics_of)
         if trainer.use_vllm:
-            backend = trainer.vllm_generation
-            self._set(backend, generate=watched_backend(backend.generate, drift))
-            if backend.logprobs is None:  # RLOO's own
-                self._set(backend, logprobs=0)
+            self._watch_backend(drift)
         else:
             generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
             self._set(model, generate=generate)
         self._set(model, forward=watched_forward(model.forward, drift))
         self._log(drift.take)
+
+    def _watch_backend(self, drift: RolloutDrift) -> None:
+        backend = self._trainer.vllm_generation
+        self._set(backend, generate=watched_backend(backend.generate, drift))
+        if backend.logprobs is None:  # RLOO's own
+            self._set(backend, logprobs=0)
 
     def _watch(self, sampling: SamplingParams | None, metrics_of: Sequence[str]) -> RolloutDrift:
         self._drift = RolloutDrift(self._trainer, sampling, metrics_of)
@@ -349,6 +363,7 @@ def attach(
     sampling_metrics: bool = False,
     measure_only: bool = False,
     metrics_of: Sequence[str] = (),
+    rollout: Rollout = "engine",
     cuda_graphs: bool = True,
     **engine: Any,
 ) -> Attachment:
@@ -380,6 +395,10 @@ def attach(
             Face's `generate` or vLLM and training; of a GRPOTrainer or RLOOTrainer.
         metrics_of: "trl", "verl", "prime_rl", "nemo_rl": their drift metrics of first updates are
             logged too, by their own names and definitions (`parity/foreign_drift.py`).
+        rollout: what generates for a GRPOTrainer or RLOOTrainer: a RolloutEngine, or the trainer's
+            own vLLM (`use_vllm=True`), server or colocated, which has to run the plug-in
+            (docs/vllm.md). Each weight sync is then compared by digest; a difference is a
+            ConsistencyError that names the parameter.
         cuda_graphs: generate, and train small models, through CUDA graphs on a GPU. It moves no
             bit, and graphs keep memory.
         engine: options of `RolloutEngine`, for a trainer that generates.
@@ -396,15 +415,20 @@ def attach(
     kind = trainer_kind(trainer)
     if _MARK in vars(trainer):
         raise ValueError("attach() was called on this trainer already; detach() that one first.")
-    check_trainer(trainer, kind, measure_only=measure_only)
+    if rollout not in get_args(Rollout):
+        raise ValueError(f"attach() got rollout={rollout!r}; allowed: {get_args(Rollout)}.")
+    by_vllm = rollout == "vllm"
+    check_trainer(trainer, kind, measure_only=measure_only, by_vllm=by_vllm)
     check_engine_options(engine)
     gradients = {"every": check_gradients_every, "seconds": check_gradients_seconds}
     check_gradient_options(trainer, **gradients)
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
-    if not generates and (engine or measure_only or metrics_of):
-        others = "measure_only, metrics_of and engine options"
+    if not generates and (engine or measure_only or metrics_of or by_vllm):
+        others = "measure_only, metrics_of, rollout and engine options"
         raise TypeError(f"a {kind} does not generate; leave out {others}.")
-    if measure_only and (engine or sampling_metrics or check_gradients_every):
+    if by_vllm and engine:
+        raise TypeError(f"{', '.join(engine)} is of our engine; leave it, or rollout='vllm', out.")
+    if measure_only and (engine or sampling_metrics or check_gradients_every or by_vllm):
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
         raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
@@ -418,8 +442,8 @@ def attach(
             attachment._set(trainer.accelerator, backward=backward)
             attachment._round_weights()
             if generates:
-                engine["cuda_graphs"] = cuda_graphs
-                attachment._to_rollouts(metrics_of, sampling_metrics, engine)
+                options = None if by_vllm else engine | {"cuda_graphs": cuda_graphs}
+                attachment._to_rollouts(metrics_of, sampling_metrics, options)
             else:
                 attachment._to_data(kind)
     except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from typing import Any, Literal, get_args
 
@@ -41,7 +41,7 @@ _ALL_TRAINERS: Covered = {
     "args.use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
     "args.cast_lm_head_to_fp32": (False, "the LM head already sums in fp32: set it to False"),
     "args.torch_compile": (False, "the patched forward is not compiled: set it to False"),
-    "args.use_vllm": (False, "our engine generates: set it to False, or measure_only=True"),
+    "args.use_vllm": (False, "set it to False, or measure_only=True, or rollout='vllm'"),
     "args.vllm_structured_outputs_regex": (None, "the engine has no such constraint: set None"),
     "args.neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
     "model_init": (None, "it makes another model when training begins: give model= alone"),
@@ -64,6 +64,12 @@ _ROLLOUTS: Covered = {
     "repetition_penalty": (1.0, "the engine has none, set it to 1.0"),
     "rollout_func": (None, "it generates by itself: leave it out, the engine generates"),
 }
+_BY_VLLM: Covered = {
+    "args.use_vllm": (True, "rollout='vllm' is the trainer's own vLLM: set it to True"),
+    "args.vllm_tensor_parallel_size": (1, "sums over ranks have no order: set it to 1"),
+}
+_VLLM_KEYS = ("stop", "stop_token_ids", "ignore_eos", "seed", "skip_special_tokens")
+"""Keys of `generation_kwargs` that leave vLLM's distribution as it is."""
 _MEASURED: Covered = {
     **_NOT_TRAINING,
     "args.use_transformers_continuous_batching": (False, f"{_READ}: set it to False"),
@@ -127,9 +133,10 @@ def _check_seams(trainer: object, covered: type) -> None:
             )
 
 
-def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool) -> None:
+def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool, by_vllm: bool) -> None:
     """ValueError naming an argument that is not covered, and what to do."""
-    for fault in _uncovered(trainer, _MEASURED) if measure_only else _faults(trainer, kind):
+    faults = _uncovered(trainer, _MEASURED) if measure_only else _faults(trainer, kind, by_vllm)
+    for fault in faults:
         raise ValueError(f"attach() cannot cover this {kind}: {fault}.")
 
 
@@ -189,6 +196,8 @@ def stops_of(trainer: Any) -> dict[str, Any]:
     or the same thing by two names."""
     found: dict[str, Any] = {}
     for key, value in (trainer.args.generation_kwargs or {}).items():
+        if key not in _STOPS:  # one of vLLM's
+            continue
         if (name := _STOPS[key]) in found:
             raise ValueError("generation_kwargs has stop_strings and stop; give one of them.")
         if value is not None:
@@ -204,8 +213,8 @@ def _uncovered(trainer: Any, covered: Covered) -> Iterator[str]:
             yield f"{path.removeprefix('args.')}={value!r}; {remedy}"
 
 
-def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
-    yield from _uncovered(trainer, _ALL_TRAINERS)
+def _faults(trainer: Any, kind: Kind, by_vllm: bool) -> Iterator[str]:
+    yield from _uncovered(trainer, _ALL_TRAINERS | (_BY_VLLM if by_vllm else {}))
     if (count := trainer.args.n_gpu) > 1:
         yield f"{count} GPUs in one process (DataParallel); start it by accelerate launch"
     found = {parameter.dtype for parameter in trainer.model.parameters()}
@@ -222,10 +231,10 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
     if kind in ("Trainer", "DPOTrainer"):
         yield from _uncovered(trainer, _PLAIN if kind == "Trainer" else _DPO)
     if kind in ("GRPOTrainer", "RLOOTrainer"):
-        yield from _rollout_faults(trainer)
+        yield from _rollout_faults(trainer, _VLLM_KEYS if by_vllm else _STOPS.keys())
 
 
-def _rollout_faults(trainer: Any) -> Iterator[str]:
+def _rollout_faults(trainer: Any, keys: Collection[str]) -> Iterator[str]:
     args, tokenizer = trainer.args, trainer.processing_class
     if not trainer.temperature > 0:
         yield f"temperature={trainer.temperature!r}; greedy completions are equal, set it above 0"
@@ -243,8 +252,8 @@ def _rollout_faults(trainer: Any) -> Iterator[str]:
     if getattr(tokenizer, "eos_token_id", None) is None:
         yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
     yield from _uncovered(trainer, _ROLLOUTS)
-    if others := sorted((args.generation_kwargs or {}).keys() - _STOPS.keys()):
-        known = ", ".join(_STOPS)
+    if others := sorted((args.generation_kwargs or {}).keys() - set(keys)):
+        known = ", ".join(keys)
         yield f"generation_kwargs={', '.join(others)}; the engine takes {known} only"
     truncates = bool(trainer.top_k) or (trainer.top_p or 1) < 1 or bool(trainer.min_p)
     passes = args.steps_per_generation * trainer.num_iterations

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from packaging.version import Version
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -48,6 +49,17 @@ def test_the_backend_gives_the_logprobs_it_was_asked_for_beside_the_ids_they_are
     source = inspect.getsource(VLLMGeneration.generate)
     assert source.count('"logprobs": self.logprobs') == 2
     assert source.endswith("return prompt_ids, completion_ids, logprobs, logprob_token_ids\n")
+
+
+def test_the_backend_syncs_and_is_asked_by_these_names():
+    made = inspect.getsource(VLLMGeneration)
+    for name in ("mode", "llm", "vllm_client", "server_timeout", "logprobs", "_weight_metadata"):
+        assert re.search(rf"self\.{name} = ", made), name
+    sync = inspect.getsource(VLLMGeneration.sync_weights)
+    assert "self.vllm_client.reset_prefix_cache()" in sync and "self.llm.reset_prefix" in sync
+    assert "if self._weight_metadata is None:" in sync
+    assert "self.sync_weights()" in inspect.getsource(VLLMGeneration.generate)  # after sleep
+    assert "self.base_url = " in inspect.getsource(VLLMClient)
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])

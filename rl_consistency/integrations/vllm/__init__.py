@@ -29,6 +29,8 @@ def register() -> None:
     require_covered()
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    from rl_consistency.integrations.vllm.calls import add_calls
     from rl_consistency.integrations.vllm.model import register_models
 
+    add_calls()
     register_models()

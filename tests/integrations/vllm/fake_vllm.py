@@ -177,6 +177,7 @@ NAMES = {
         "DefaultModelState": type("DefaultModelState", (), {})
     },
     "vllm.v1.worker.gpu.sample.output": {"SamplerOutput": SamplerOutput},
+    "vllm.v1.worker.worker_base": {"WorkerBase": type("WorkerBase", (), {})},
 }
 """Module -> its names. Another package's tests add theirs here."""
 
@@ -185,9 +186,10 @@ PLUGIN = "rl_consistency.integrations.vllm"
 
 @contextmanager
 def installed():
-    """Inside the block `import vllm` finds the stubs; the plug-in is imported again."""
-    ours = [name for name in sys.modules if name.split(".")[0] == "vllm" or PLUGIN in name]
-    assert not ours, f"a vLLM is there already: {ours}"
+    """Inside the block `import vllm` finds the stubs; the plug-in is imported again, and what of it
+    was there before comes back."""
+    assert "vllm" not in sys.modules, "a vLLM is there already"
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if PLUGIN in name}
     ModelRegistry.models.clear()
     for name, values in NAMES.items():
         parts = name.split(".")
@@ -205,6 +207,7 @@ def installed():
     finally:
         for name in [n for n in sys.modules if n.split(".")[0] == "vllm" or PLUGIN in n]:
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
