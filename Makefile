@@ -53,7 +53,9 @@ oldest: .venv/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tools/oldest_versions.py
 
 gpu-test:
-	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1 \
+	  --ignore tests/gpu/vllm
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist loadgroup tests/gpu/vllm
 
 # DEVICE=cuda measures the GPU of this machine with its own torch; without it, accuracy on this CPU.
 # Each writes a JSON file of its own.
