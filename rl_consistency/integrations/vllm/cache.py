@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +20,25 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from rl_consistency.integrations.vllm.steps import Step
 
 
-class CacheLayer(AttentionLayerBase):
-    """One layer's keys and values, as vLLM's `static_forward_context` holds them by name.
+def keys_and_values(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Views [blocks, block_size, Hkv, D] each of vLLM's memory for one layer: [blocks, block_size,
+    2 Hkv, D], or since 0.31 [blocks, Hkv, block_size, 2 D], tokens before heads in memory."""
+    if kv_cache.shape[-1] == head_dim:
+        keys, values = kv_cache.chunk(2, dim=2)
+    else:
+        keys, values = kv_cache.transpose(1, 2).chunk(2, dim=3)
+    return keys, values
 
-    vLLM sets `kv_cache` to [blocks, block_size, 2 Hkv, D]: a block's keys and values lie together,
-    as vLLM's copies of blocks expect.
-    """
+
+def empty_block(block_size: int, kv_heads: int, head_dim: int, like: Tensor) -> Tensor:
+    """One block of zeros, laid out as the installed vLLM lays out many."""
+    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+        return like.new_zeros(1, block_size, 2 * kv_heads, head_dim)
+    return like.new_zeros(1, block_size, kv_heads, 2 * head_dim).transpose(1, 2)
+
+
+class CacheLayer(AttentionLayerBase):
+    """One layer's keys and values, as vLLM's `static_forward_context` holds them by name."""
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, head_dim
@@ -32,15 +46,14 @@ class CacheLayer(AttentionLayerBase):
 
     @property
     def kv_cache(self) -> Tensor:
-        """vLLM's memory of this layer; setting it makes the views."""
+        """vLLM's memory of this layer; setting it makes the views, and none of an empty one."""
         return self._kv_cache
 
     @kv_cache.setter
     def kv_cache(self, kv_cache: Tensor) -> None:
         self._kv_cache = kv_cache
-        keys, values = kv_cache.split(self.kv_heads, dim=2)
-        self.keys_and_values = keys, values
-        """[blocks, block_size, Hkv, D] each."""
+        if kv_cache.dim() == 4:
+            self.keys_and_values = keys_and_values(kv_cache, self.head_dim)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return Backend
@@ -80,6 +93,12 @@ class Backend(AttentionBackend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         return num_blocks, block_size, 2 * num_kv_heads, head_size
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        """Layers, then blocks, tokens, heads: the one in which a slot has one distance to the
+        next. Asked for since 0.31."""
+        return (import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC,)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -98,8 +98,14 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         yield f"runner {model.runner_type!r} (covered: generate)"
     if model.model_impl not in ("auto", "vllm"):
         yield f"model_impl={model.model_impl!r}, which has a model of its own (leave it out)"
-    for name in ("enable_prompt_embeds", "enable_return_routed_experts", "logits_processors"):
-        if getattr(model, name):
+    outputs = getattr(vllm_config, "aux_output_config", model)  # since 0.31
+    for owner, name in (
+        (model, "enable_prompt_embeds"),
+        (model, "logits_processors"),
+        (outputs, "enable_return_routed_experts"),
+        (vllm_config, "watermark_config"),  # since 0.31
+    ):
+        if getattr(owner, name, None):
             yield f"{name} (leave it out)"
     if model.multimodal_config is not None:
         yield "a multimodal model (covered: text alone)"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rl_consistency.integrations.vllm.cache import empty_block, keys_and_values
 from rl_consistency.integrations.vllm.steps import CacheViews, StepAttention, decode_layout
 from rl_consistency.kernels.attention.layout import (
     CapturedPagedAttention,
@@ -81,8 +82,8 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
 def _padding(hf: Any, block_size: int) -> CacheViews:
     """Keys and values of one block, laid out as vLLM's: kernels read where it says, or nowhere."""
     layers, kv_heads, head_dim = cache_sizes(hf)
-    block = hf.get_input_embeddings().weight.new_zeros(1, block_size, 2 * kv_heads, head_dim)
-    keys, values = ([views] * layers for views in block.split(kv_heads, dim=2))
+    block = empty_block(block_size, kv_heads, head_dim, hf.get_input_embeddings().weight)
+    keys, values = ([views] * layers for views in keys_and_values(block, head_dim))
     return {"key_cache": keys, "value_cache": values, "block_size": block_size}
 
 

@@ -147,17 +147,18 @@ class DecodeLayouts:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._made: dict[int, CapturedPagedAttention] = {}
+        self._made: dict[tuple[int, ...], CapturedPagedAttention] = {}
 
     def layout(self, step: Step, cache: CacheViews) -> CapturedPagedAttention:
         """The layout of a step of which all sequences have one token, or none where they pad."""
         common, rows = step.common, step.common.num_reqs
         table = common.block_table_tensor
-        found = self._made.get(rows)
-        if found is None or found.block_table().data_ptr() != table.data_ptr():
-            # vLLM may have lowered its longest context since.
+        # vLLM may capture over a small cache first, to see how much memory graphs take.
+        place = rows, table.data_ptr(), cache["key_cache"][0].data_ptr()
+        if (found := self._made.get(place)) is None:
+            # It may have lowered its longest context since.
             capacity = min(self._capacity, table.shape[1] * cache["block_size"])
-            found = self._made[rows] = decode_layout(table, capacity, cache)
+            found = self._made[place] = decode_layout(table, capacity, cache)
         numbers = found.numbers
         # Padding has no key, and attention needs one.
         torch.clamp(common.seq_lens, min=1, out=numbers.context_len)

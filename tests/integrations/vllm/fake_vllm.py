@@ -164,7 +164,7 @@ NAMES = {
     },
     "vllm.model_executor.models.registry": {"ModelRegistry": ModelRegistry},
     "vllm.v1.attention.backend": {
-        "AttentionBackend": type("AttentionBackend", (), {}),
+        "AttentionBackend": type("AttentionBackend", (), {"get_kv_cache_shape": None}),
         "AttentionCGSupport": AttentionCGSupport,
         "AttentionMetadataBuilder": AttentionMetadataBuilder,
     },

@@ -47,11 +47,20 @@ def test_another_value_is_refused(register, monkeypatch):
         register()
 
 
-def test_a_release_that_is_not_covered_is_refused_by_name(register, monkeypatch):
+@pytest.mark.parametrize("found", ["0.26.0", "0.26.0+cu129", "0.31.0", "0.33.0"])
+def test_a_covered_release_is_taken_in_any_build(register, monkeypatch, found):
+    from rl_consistency.integrations.vllm import versions
+
+    monkeypatch.setattr(versions, "version", lambda name: found)
+    versions.require_covered()
+
+
+@pytest.mark.parametrize("found", ["0.25.1", "0.26.1", "0.32.0"])
+def test_a_release_that_is_not_covered_is_refused_by_name(register, monkeypatch, found):
     from rl_consistency.integrations.vllm import versions
 
     monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
-    monkeypatch.setattr(versions, "version", lambda name: "0.25.1")
-    with pytest.raises(ValueError, match=r"vLLM 0\.25\.1 is installed.*pip install vllm=="):
+    monkeypatch.setattr(versions, "version", lambda name: found)
+    with pytest.raises(ValueError, match=rf"vLLM {found} is installed.*pip install vllm==0.26.0"):
         register()
     assert not ModelRegistry.models
