@@ -55,7 +55,7 @@ oldest: .venv/.ready-dev
 gpu-test:
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1 \
 	  --ignore tests/gpu/vllm
-	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist loadgroup tests/gpu/vllm
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n 5 --dist loadfile tests/gpu/vllm
 
 # DEVICE=cuda measures the GPU of this machine with its own torch; without it, accuracy on this CPU.
 # Each writes a JSON file of its own.

@@ -116,7 +116,7 @@ class Received:
         self._require_fit(name, tensor, _place(parameter, part))
         writer = self._writer.setdefault(own, _known(name))
         if own in self._whole and part is None and writer != _known(name):
-            if same_bytes(parameter.data, tensor.to(parameter.device)):
+            if same_bytes(parameter.data, tensor.to(parameter)):
                 return own
             raise ConsistencyError(
                 f"weights: {name} and {writer} are one parameter here and arrived with different "
@@ -131,16 +131,26 @@ class Received:
             )
         load(parameter, tensor, *(() if part is None else (part,)))
         if own in self._whole or part in self._some.get(own, ()):
-            for other in self._beside[self.modules[own]]:  # another sync, with no step between
-                self._whole.discard(other)
-                self._some.pop(other, None)
-        if part is not None:
-            self._some.setdefault(own, set()).add(part)
-            if len(self._some[own]) < self._parts[own]:
-                return None
-        self._whole.add(own)
+            self._forget(own)  # of another sync, with no step between
+        self._note(own, part)
+        if self._whole.issuperset(self._beside[self.modules[own]]) and self.parameter(own).is_meta:
+            self._forget(own)  # vLLM waits for more: what came before this update is not in it
+            self._note(own, part)
+        if own not in self._whole:
+            return None
         self.missing.discard(own)
         return own
+
+    def _note(self, own: str, part: Part | None) -> None:
+        if part is not None:
+            self._some.setdefault(own, set()).add(part)
+        if part is None or len(self._some[own]) == self._parts[own]:
+            self._whole.add(own)
+
+    def _forget(self, own: str) -> None:
+        for other in self._beside[self.modules[own]]:
+            self._whole.discard(other)
+            self._some.pop(other, None)
 
     def _require_fit(self, name: str, tensor: Tensor, place: Tensor) -> None:
         if tensor.shape != place.shape:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,7 +195,8 @@ def test_what_does_not_fit_is_named_and_all_must_arrive_again(name, tensor, mess
 
 def test_a_checkpoint_of_another_dtype_is_rounded_as_by_from_pretrained():
     wide = policy(dtype=torch.float32)
-    model = served(wide)
+    model = model_of(wide.config)
+    model.load_weights([*named(wide), ("lm_head.weight", wide.lm_head.weight.detach())])
     assert model.digest() == rl_consistency.model_digest(wide.to(torch.bfloat16))
 
 
@@ -227,6 +229,22 @@ def test_a_module_torn_by_a_reload_is_an_error_and_frozen_modules_are_not():
         else:
             model.begin_step([])
             assert check(model, trained)
+
+
+@pytest.mark.parametrize("preset", ("tiny-qwen2", "tiny-mixtral"))
+def test_a_module_in_two_reloads_is_torn(preset):
+    new = policy(preset, seed=1)
+    model = served(policy(preset))
+    model.begin_step([])
+    module = ".q_proj." if preset == "tiny-qwen2" else ".experts."
+    pieces = [pair for pair in of_a_checkpoint(new) if module in pair[0] and ".0." in pair[0]]
+    assert len(pieces) > 1
+    for half in (pieces[:1], pieces[1:]):
+        started = layerwise_reload.start(model)
+        model.load_weights(half)
+        layerwise_reload.finish(started)
+    with pytest.raises(ConsistencyError, match="did not arrive"):
+        model.begin_step([])
 
 
 def test_an_expert_that_did_not_arrive_is_an_error():
@@ -303,6 +321,16 @@ def test_keys_of_older_weights_are_never_read_in_silence(preset, spoils):
         assert found[0][:-1] == scored(new, sequences[0])
         server.tables[1][:2], server.computed[1] = server.tables[0][:2], len(prompt)
         assert step(model, server, [(1, 8)])[1][:-1] == want
+
+
+def test_vllms_runner_has_each_step_looked_at():
+    model = served(policy())
+    state = object.__new__(model.get_model_state_cls())
+    state.model = model
+    with pytest.raises(ConsistencyError, match="call reset_prefix_cache"):
+        state.preprocess_state(SimpleNamespace(num_computed_tokens_np=np.array([16])), (), None, ())
+    state.preprocess_state(SimpleNamespace(num_computed_tokens_np=np.array([16, 0])), (), None, ())
+    state.preprocess_state(SimpleNamespace(num_computed_tokens_np=np.array([16])), (), None, ())
 
 
 def test_a_layer_of_each_window_loses_its_keys():
