@@ -23,6 +23,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rl_consistency.integrations.vllm.cache import CacheLayer
+from rl_consistency.integrations.vllm.requests import install_refusals
 from rl_consistency.integrations.vllm.sampler import ModelState
 from rl_consistency.integrations.vllm.settings import CanonicalConfig, refuse
 from rl_consistency.integrations.vllm.sleep import watch_sleep
@@ -58,12 +59,13 @@ ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
 
 def register_models() -> None:
     """Let vLLM make the class below for every architecture that is covered, and know no other:
-    those would be served by vLLM's own models, and not be exact."""
+    those would be served by vLLM's own models, and not be exact. It refuses other requests, too."""
     for name in set(ModelRegistry.models) - set(ARCHITECTURES):
         del ModelRegistry.models[name]
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, CanonicalForCausalLM)
         MODELS_CONFIG_MAP[name] = CanonicalConfig
+    install_refusals()
 
 
 @eager_break_during_capture  # between two graphs, where prefill runs through breakable ones

@@ -34,7 +34,9 @@ from rl_consistency.rollout.device.rollout_kernels import (
     prompt_shapes,
     row_counts,
 )
+from rl_consistency.rollout.device.sampling_table import SamplingTable
 from rl_consistency.rollout.progress import compile_line
+from rl_consistency.rollout.sampling_params import Truncation
 from rl_consistency.rollout.weights import model_digest
 
 
@@ -69,8 +71,11 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
         )
         yield partial(_run, hf, decode_layout(table, longest, cache))
     hidden = cache["key_cache"][0].new_zeros(sequences, hf.config.hidden_size)
+    logits = hidden.new_zeros(sequences, hf.config.vocab_size, dtype=torch.float32)
     for rows in row_counts(sequences):
         yield partial(next_token_logits, hf, hidden[:rows])
+        for truncates in Truncation:
+            yield partial(_sample, logits[:rows], truncates)
     yield partial(model_digest, hf)
 
 
@@ -111,3 +116,9 @@ def _run(hf: Any, layout: PagedAttention) -> None:
     zeros = torch.zeros_like(layout.slot_mapping)
     with certified_to_the_row():
         paged_hidden_states(hf, zeros, zeros, layout)
+
+
+def _sample(logits: torch.Tensor, truncates: Truncation) -> None:
+    zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    token_ids, logprobs_of = SamplingTable(1, logits.device).draw(logits, zeros, zeros, truncates)
+    logprobs_of(token_ids)

@@ -13,10 +13,8 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.sampling.op import SamplingRows
-from rl_consistency.rollout.device.random_stream import KEY_WORDS, stream_keys
+from rl_consistency.rollout.device.sampling_table import SamplingTable
 from rl_consistency.rollout.device.shared_prefixes import Arrangement, arranged
-from rl_consistency.rollout.sampling_params import Truncation
 from rl_consistency.rollout.sequence import RolloutSequence
 
 ALIGNMENT = 64  # bytes an array starts on: the same alignment in every buffer
@@ -83,6 +81,7 @@ class DeviceState:
         dummy_block: the block that they write to.
         last_tokens: [S] int64, the token that was sampled last; S = num_slots + 1.
         block_tables: [S, width] int32, each sequence's blocks in logical order, then `dummy_block`.
+        sampling: how the sequence in each slot is sampled.
     """
 
     def __init__(
@@ -91,34 +90,22 @@ class DeviceState:
         rows = num_slots + 1
         self.device, self._block_size = device, block_size
         self.dummy_slot, self.dummy_block = num_slots, dummy_block
-        # On the host: words are the stream key, top_k and whether the logprob is that of the whole
-        # softmax; shares are temperature, top_p and min_p.
-        self._words = np.zeros((KEY_WORDS + 2, rows), dtype=np.int64)
-        self._shares = np.zeros((3, rows), dtype=np.float32)
-        self._shares[:2] = 1.0
         self._tables = np.full((rows, width), dummy_block, dtype=np.int32)
         self._num_blocks = np.zeros(rows, dtype=np.int64)
-        self._truncates = np.zeros(rows, dtype=np.int8)  # `Truncation`
         self._stale: dict[int, None] = {}  # slots to copy, in order
         self._num_admitted = 0
         self._arranged: dict[int, tuple[tuple[bytes, int], Arrangement | None]] = {}  # by width
+        self.sampling = SamplingTable(rows, device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.block_tables = torch.from_numpy(self._tables).to(device, copy=True)
-        self._device_words = torch.from_numpy(self._words).to(device, copy=True)
-        self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Write a sequence's sampling params, stream key and blocks to its slot, in place of those
         of its last holder."""
-        slot, params = sequence.slot, sequence.params
+        slot = sequence.slot
         if slot is None or not 0 <= slot < self.dummy_slot:
             raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")
-        assert params.seed is not None  # `Seeds` has drawn one
-        keys = stream_keys([params.seed], [sequence.prompt_id], [sequence.sample_index])
-        self._words[:KEY_WORDS, slot] = keys[0]
-        self._words[KEY_WORDS:, slot] = params.top_k, params.truncation is Truncation.DRAW
-        self._shares[:, slot] = (params.temperature, params.top_p, params.min_p)
-        self._truncates[slot] = params.truncation
+        self.sampling.write(slot, sequence.params, sequence.prompt_id, sequence.sample_index)
         count = len(sequence.block_table)
         self._tables[slot, :count] = sequence.block_table
         self._tables[slot, count:] = self.dummy_block
@@ -140,10 +127,6 @@ class DeviceState:
             kept = key, arranged(self._tables[slots], pasts, self._block_size)
             self._arranged[width] = kept
         return kept[1]
-
-    def truncates(self, slots: NDArray[np.int64]) -> Truncation:
-        """The most that a row of the slots asks for."""
-        return Truncation(self._truncates[slots].max(initial=0))
 
     def cover(
         self,
@@ -172,24 +155,11 @@ class DeviceState:
             return
         slots = np.fromiter(self._stale, dtype=np.int64, count=len(self._stale))
         self._stale.clear()
-        words, shares = self._words[:, slots], self._shares[:, slots]
-        changed = {"slots": slots, "words": words, "shares": shares, "tables": self._tables[slots]}
+        changed = {"slots": slots, "tables": self._tables[slots], **self.sampling.written(slots)}
         new = to_device(changed, self.device)
-        self._device_words.index_copy_(1, new["slots"], new["words"])
-        self._device_shares.index_copy_(1, new["slots"], new["shares"])
+        self.sampling.load(new["slots"], new)
         self.block_tables.index_copy_(0, new["slots"], new["tables"])
 
     def resolve(self, token_ids: Tensor, slots: Tensor) -> Tensor:
         """Token ids [n] int64 with -1 replaced by the token sampled last in the row's slot."""
         return torch.where(token_ids < 0, self.last_tokens.index_select(0, slots), token_ids)
-
-    def sampling(self, slots: Tensor, *, truncates: bool) -> tuple[SamplingRows, Tensor, Tensor]:
-        """Sampling parameters of rows [n] by slot, their stream keys [n, 5] int64, and which rows
-        [n] bool take their logprob from the whole softmax."""
-        words = self._device_words.index_select(1, slots)
-        temperature, top_p, min_p = self._device_shares.index_select(1, slots).unbind(0)
-        top_k = words[KEY_WORDS]
-        rows = SamplingRows(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        # Moves no bit, and one graph then serves all temperatures.
-        rows = rows.knowing(truncates=truncates, unit_temperature=False)
-        return rows, words[:KEY_WORDS].t(), words[KEY_WORDS + 1] > 0

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PagedAttention, SharedRun
-from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.models.forward import (
     attend_to_anything,
     layer_parameters,
@@ -33,7 +32,6 @@ from rl_consistency.rollout.device.calls import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState, to_device, to_host
 from rl_consistency.rollout.device.ragged_graphs import PaddedCall, RaggedGraphs, most_rows
-from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.sampling_params import Truncation
 from rl_consistency.rollout.scheduler import SampledTokens, ScheduledChunk
@@ -200,7 +198,7 @@ class ModelRunner:
         self._state.flush()
         calls, captured = [replay() for replay in staged], None
         if ragged is not None:
-            truncates = self._state.truncates(ragged.arrays["row_slots"])
+            truncates = self._state.sampling.truncates(ragged.arrays["row_slots"])
             captured = self._captured(ragged, truncates)
             values = self._run(ragged, truncates, captured)
             if sampling := [index for index, chunk in others.items() if chunk.samples]:
@@ -242,7 +240,7 @@ class ModelRunner:
         shape = graphs.shape_for(
             len(chunks),
             width,
-            truncates=state.truncates(slots),
+            truncates=state.sampling.truncates(slots),
             longest=int(call.contexts.max()),
             shared=len(runs) > 0,
         )
@@ -295,13 +293,9 @@ class ModelRunner:
             positions = positions.index_select(0, rows)
         routing = record.fingerprints(rows)
         logits = next_token_logits(self._model, hidden)
-        params, keys, whole = state.sampling(inputs["row_slots"], truncates=truncates > 0)
-        uniforms = device_uniforms(keys, positions + 1)
-        tokens, logprobs = distribution(logits, params).sample(uniforms)
-        if truncates == Truncation.DRAW:
-            plain = SamplingRows.uniform(len(logits), device=logits.device)
-            plain.knowing(unit_temperature=False)  # the kernels of other rollouts: no bit
-            logprobs = torch.where(whole, distribution(logits, plain).logprobs_of(tokens), logprobs)
+        slots = inputs["row_slots"]
+        tokens, logprobs_of = state.sampling.draw(logits, slots, positions, truncates)
+        logprobs = logprobs_of(tokens)
         state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         return torch.stack([tokens, logprobs.view(torch.int32).long(), *routing])
 

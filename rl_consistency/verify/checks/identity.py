@@ -18,7 +18,7 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import numeric_settings, verify_settings
 from rl_consistency.numerics.strict import OPS, strict
-from rl_consistency.rollout.device import model_runner
+from rl_consistency.rollout.device import model_runner, sampling_table
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.substitution import substituted
 
@@ -58,7 +58,7 @@ def check_fingerprint(tally: Tally, device: torch.device) -> None:
 def check_one_function(tally: Tally, device: torch.device) -> None:
     """Rollout and training name the same functions for the quantities both need."""
     del device  # names do not depend on it
-    tally.expect("distribution", model_runner.distribution is distribution)
+    tally.expect("distribution", sampling_table.distribution is distribution)
     tally.expect("LM head weight", forward.lm_head_weight is training.lm_head_weight)
     tally.expect("LM head logits", forward.lm_head_logits is kernel.lm_head_logits)
     tally.expect("rollout's logits", model_runner.next_token_logits is forward.next_token_logits)

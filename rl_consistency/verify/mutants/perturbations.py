@@ -34,7 +34,7 @@ from rl_consistency.models import forward, packing
 from rl_consistency.models.captured_layers import by_dtype
 from rl_consistency.models.stock import stock_attention, stock_captured_attention
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
-from rl_consistency.rollout.device import model_runner
+from rl_consistency.rollout.device import sampling_table
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.verify.checks.attention import cached_rows
 from rl_consistency.verify.mutants.mutant import mutant
@@ -354,7 +354,7 @@ def rollout_logits_rounded(hidden: Tensor, weight: Tensor) -> Tensor:
     "two distributions",
     "C2 rollout and training",
     "C7 one function",
-    at=(attribute, model_runner, "distribution"),
+    at=(attribute, sampling_table, "distribution"),
 )
 def rollout_has_its_own_distribution(logits: Tensor, rows: Any) -> Any:
     """The rollout normalizes by a logsumexp of its own."""

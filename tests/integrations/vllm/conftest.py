@@ -1,6 +1,8 @@
 import pytest
 
-from tests.integrations.vllm import fake_vllm
+from tests.integrations.vllm import fake_requests, fake_vllm
+
+__all__ = ["fake_requests"]  # whose names the stubs take up
 
 
 @pytest.fixture(autouse=True, scope="module")

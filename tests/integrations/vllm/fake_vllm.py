@@ -217,7 +217,7 @@ def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
             **{"hf_config": config, "dtype": dtype, "max_model_len": 512, "quantization": None},
             **{"runner_type": "generate", "model_impl": "auto", "multimodal_config": None},
             **{"enable_prompt_embeds": False, "enable_return_routed_experts": False},
-            "logits_processors": None,
+            **{"logits_processors": None, "enforce_eager": False},
             **{"logprobs_mode": "raw_logprobs", "sleep_mode_backend": "cumem"},
         },
         "parallel_config": {

@@ -54,7 +54,7 @@ class RecordedPieces(TorchDispatchMode):
         self._calls.append(between)
 
     @torch.no_grad()
-    def replay(self, argument: Any) -> None:
+    def replay(self, argument: Any = None) -> None:
         for call in self._calls:
             if not isinstance(call, tuple):
                 call(argument)

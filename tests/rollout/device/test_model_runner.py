@@ -161,14 +161,14 @@ def test_the_state_of_a_slot_is_what_its_sequence_asked_for(model):
     sequence.sample_index = 6
     runner = admitted(runner_of(model), make([1], [0]), sequence)
     runner._state.flush()
-    rows, keys, whole = runner._state.sampling(torch.tensor([3, 0, 4]), truncates=True)
+    rows, keys, whole = runner._state.sampling.rows(torch.tensor([3, 0, 4]), truncates=True)
     assert isinstance(rows, SamplingRows) and rows.truncates
     assert keys.tolist() == [[7, 256, 6, 5, 2**31], [3, 0, 0, 0, 0], [0] * 5]
     assert not whole.any()
     assert rows.temperature.tolist() == [0.5, 1, 1] and rows.top_k.tolist() == [3, 0, 0]
     assert rows.top_p.tolist() == [0.75, 1, 1] and rows.min_p.tolist() == [0.25, 0, 0]
-    assert runner._state.truncates(np.array([0, 3]))
-    assert not runner._state.truncates(np.array([0, 1, 4]))
+    assert runner._state.sampling.truncates(np.array([0, 3]))
+    assert not runner._state.sampling.truncates(np.array([0, 1, 4]))
 
 
 def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block(tiny_qwen3):
