@@ -31,19 +31,20 @@ UNSAFE = [
     "algorithm.clip_high=1e6",
     "algorithm.updates_per_rollout=4",
 ]
+SLOWER = [*UNSAFE, "optimizer.learning_rate=3e-5"]
 HARD = [
-    "optimizer.learning_rate=3e-5",
     "data.task.max_value=99",
     r'data.prompt_template="12 + 35 = 47\n39 + 84 = 123\n{prompt}"',
 ]
 SETTINGS: Mapping[str, Sequence[str]] = {
     "safe": [],
     "unsafe": UNSAFE,
-    "unsafe-hard": [*UNSAFE, *HARD],
+    "unsafe-slower": SLOWER,
+    "unsafe-hard": [*SLOWER, *HARD],
 }
 """What a setting changes in the recipe. Unsafe: ten times the learning rate, four updates a
-rollout, and neither ratios nor gradients are clipped. Hard: three times the rate, and terms up to
-99, of which the model knows few sums, so that its tokens stay uncertain for longer."""
+rollout, and neither ratios nor gradients are clipped. Slower: three times the rate. Hard: the same
+with terms up to 99, of which the model knows fewer sums: its tokens stay uncertain for longer."""
 
 COMMON = [
     "rollout.prompts_per_step=16",
