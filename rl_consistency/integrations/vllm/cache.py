@@ -86,11 +86,7 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
     ) -> tuple[int, ...]:
         return num_blocks, block_size, 2 * num_kv_heads, head_size
 
@@ -110,10 +106,8 @@ class MetadataBuilder(AttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,20 +69,12 @@ def register_models() -> None:
 
 
 @eager_break_during_capture  # between two graphs, where prefill runs through breakable ones
-def attend(
-    model: CanonicalForCausalLM,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Attention of the step at hand into `out` [T, H, D]; rows of padding keep what they hold."""
-    step: Step = get_forward_context().attn_metadata[model.names[layer]]
+def attend(model: CanonicalForCausalLM, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
+    """Attention [T, H, D] of the step at hand; rows of padding keep what they hold."""
+    layer, scale, window = where
+    out = model.attended[: len(q)]
     scores: Any = {"scale": scale, "window": window, "new": (k, v)}
-    for layout in step.layouts(model.cache()):
+    for layout in get_forward_context().attn_metadata[model.names[layer]].layouts(model.cache):
         if q.is_cuda:
             attention_paged(q, layout, layer, **scores, out=out)
         else:  # where a call writes all rows
@@ -143,13 +136,26 @@ class CanonicalForCausalLM(nn.Module):
         if context.attn_metadata is None:  # vLLM measures memory, before there is a cache
             return paged_hidden_states(self.hf, tokens, positions, self._prompts(len(tokens)))
         step: Step = context.attn_metadata[self.names[0]]
-        layout = self._layout(step, context)
+        whole = step.for_capture and step.is_decode
+        whole = whole and context.cudagraph_runtime_mode == CUDAGraphMode.NONE
         with certified_to_the_row() if step.for_capture else nullcontext():
-            with recorded_routing() as record:
-                hidden = paged_hidden_states(self.hf, tokens, positions, layout)
-            for numbers in record.fingerprints():
-                self._routing[:, : len(tokens)] = torch.stack([numbers, tokens, positions])
-                self._routed.copy_(layout.numbers.tokens.sum())
+            # vLLM warms up alike what it captures whole and what it captures around attention.
+            if not (whole and tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
+                used, slots = step.used(), step.slots()
+                layout = CapturedPagedAttention.interrupted(
+                    partial(attend, self), used, slot_mapping=slots, **self.cache()
+                )
+                hidden = self._run(tokens, positions, layout)
+            if whole:
+                hidden = self._run(tokens, positions, self._decode.layout(step, self.cache()))
+        return hidden
+
+    def _run(self, tokens: Tensor, positions: Tensor, layout: CapturedPagedAttention) -> Tensor:
+        with recorded_routing() as record:
+            hidden = paged_hidden_states(self.hf, tokens, positions, layout)
+        for numbers in record.fingerprints():
+            self._routing[:, : len(tokens)] = torch.stack([numbers, tokens, positions])
+            self._routed.copy_(layout.numbers.tokens.sum())
         return hidden
 
     def _prepare(self) -> None:
@@ -158,7 +164,7 @@ class CanonicalForCausalLM(nn.Module):
         size, weight = self.caches[0], self.hf.get_input_embeddings().weight
         # One memory for attention of all graphs and outside theirs: padding in it stays finite.
         shape = self._max_tokens, size.num_heads, size.head_dim
-        self._attended = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.attended = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self._routing = torch.zeros(3, self._max_tokens, dtype=torch.int64, device=weight.device)
         self._routed = torch.zeros((), dtype=torch.int64, device=weight.device)
         compile_kernels(self.hf, self.vllm_config)
@@ -168,23 +174,10 @@ class CanonicalForCausalLM(nn.Module):
         starts = range(0, tokens, self.max_len)
         return PackedSequences.of(starts, [min(self.max_len, tokens - s) for s in starts])
 
-    def _layout(self, step: Step, context: Any) -> CapturedPagedAttention:
-        mode = context.cudagraph_runtime_mode
-        if step.for_capture and step.is_decode and mode == CUDAGraphMode.NONE:
-            return self._decode.layout(step, self.cache())
-        return CapturedPagedAttention.interrupted(
-            self._interrupt, step.used(), slot_mapping=step.slots(), **self.cache()
-        )
-
     def cache(self) -> CacheViews:
         """Where keys and values of all layers lie, without slots."""
         keys, values = zip(*(cache.keys_and_values for cache in self.caches), strict=True)
         return {"key_cache": keys, "value_cache": values, "block_size": keys[0].shape[1]}
-
-    def _interrupt(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
-    ) -> Tensor:
-        return attend(self, q, k, v, self._attended[: len(q)], layer, scale, window)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [n, V] fp32 of hidden states [n, H]; ConsistencyError under other settings."""

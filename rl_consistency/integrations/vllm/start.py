@@ -47,8 +47,7 @@ def compile_kernels(hf: Any, vllm_config: Any) -> int:
     if hf.get_input_embeddings().weight.device.type != "cuda":
         return 0
     with compile_line() as report:
-        calls = [*kernel_calls(hf, vllm_config), partial(model_digest, hf)]
-        return compile_ahead(calls, report)
+        return compile_ahead(kernel_calls(hf, vllm_config), report)
 
 
 def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
@@ -77,6 +76,7 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
         yield partial(next_token_logits, hf, hidden[:rows])
         for truncates in Truncation:
             yield partial(_sample, logits[:rows], truncates)
+    yield partial(model_digest, hf)
 
 
 def _padding(hf: Any, block_size: int) -> CacheViews:

@@ -6,14 +6,13 @@ refused: a bound in place of a length would give attention keys that no step has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import (
@@ -92,53 +91,40 @@ class Step:
         in its block 0, which no sequence holds."""
         return self.common.slot_mapping.clamp(min=0)
 
-    def layouts(self, cache: CacheViews) -> list[StepAttention]:
+    def layouts(self, cache: Callable[[], CacheViews]) -> list[StepAttention]:
         """The sequences with tokens, in up to three launches of attention: those with one token,
         chunks behind a past, and whole prompts, whose keys are read where they are made."""
-        if self._layouts is None:
-            self._layouts = self._made(cache)
+        if self._layouts is None:  # the first layer asks
+            self._layouts = list(self._launches(cache()))
         return self._layouts
 
-    def _made(self, cache: CacheViews) -> list[StepAttention]:
-        starts = self.common.query_start_loc_cpu.numpy()
-        lens, starts = np.diff(starts), starts[:-1]
-        if (bounds := self.common.seq_lens_cpu_upper_bound) is None:
+    def _launches(self, cache: CacheViews) -> Iterator[StepAttention]:
+        common = self.common
+        if (bounds := common.seq_lens_cpu_upper_bound) is None:
             raise ValueError("rl_consistency in vLLM: a step has no lengths on the host.")
-        contexts = bounds.numpy()[: len(lens)]
-        one, whole = lens == 1, (lens > 1) & (lens == contexts)
-        kinds = one, (lens > 1) & ~whole, whole
-        return [
-            self._layout(np.flatnonzero(kind), starts, lens, contexts, cache)
-            for kind in kinds
-            if kind.any()
-        ]
-
-    def _layout(
-        self,
-        chosen: NDArray[Any],
-        starts: NDArray[Any],
-        lens: NDArray[Any],
-        contexts: NDArray[Any],
-        cache: CacheViews,
-    ) -> StepAttention:
-        common, count = self.common, len(chosen)
-        begin = common.query_start_loc[:-1]
+        borders, begin = common.query_start_loc_cpu.numpy(), common.query_start_loc[:-1]
+        starts, lens = borders[:-1], np.diff(borders)
+        contexts = bounds.numpy()[: len(lens)]  # exact without speculation, which is refused
         numbers = begin, common.query_start_loc[1:] - begin, common.seq_lens
-        tables = *numbers, common.block_table_tensor
-        if chosen[-1] == count - 1:  # vLLM puts sequences with one token first
-            tables = [table[:count] for table in tables]
-        else:
-            index = from_host(torch.from_numpy(chosen), begin.device)
-            tables = [table.index_select(0, index) for table in tables]
-        return StepAttention(
-            query_starts=starts[chosen].tolist(),
-            query_lens=lens[chosen].tolist(),
-            context_lens=contexts[chosen].tolist(),
-            block_tables=(),
-            slot_mapping=common.slot_mapping,
-            numbers=SequenceTables(*tables),
-            **cache,
-        )
+        whole = (lens > 1) & (lens == contexts)
+        for kind in (lens == 1, (lens > 1) & ~whole, whole):
+            if not len(chosen := np.flatnonzero(kind)):
+                continue
+            tables = *numbers, common.block_table_tensor
+            if chosen[-1] == len(chosen) - 1:  # vLLM puts sequences with one token first
+                tables = [table[: len(chosen)] for table in tables]
+            else:
+                index = from_host(torch.from_numpy(chosen), begin.device)
+                tables = [table.index_select(0, index) for table in tables]
+            yield StepAttention(
+                query_starts=starts[chosen].tolist(),
+                query_lens=lens[chosen].tolist(),
+                context_lens=contexts[chosen].tolist(),
+                block_tables=(),
+                slot_mapping=common.slot_mapping,
+                numbers=SequenceTables(*tables),
+                **cache,
+            )
 
 
 class DecodeLayouts:

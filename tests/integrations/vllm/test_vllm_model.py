@@ -1,6 +1,7 @@
 """The model class of vLLM over random steps gives the logprobs that training computes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,16 +188,13 @@ def test_prompts_as_embeddings_are_refused():
 
 def _bounds_in_place_of_lengths(monkeypatch, steps):
     """As where vLLM schedules ahead of what it knows."""
-    layout = steps.Step._layout
+    made = steps.Step.__init__
 
-    def wrong(self, chosen, starts, lens, contexts, cache):
-        return layout(self, chosen, starts, lens, contexts + 1, cache)
+    def wrong(self, common, **options):
+        ends = common.seq_lens + (common.seq_lens > 0).int()
+        made(self, replace(common, seq_lens=ends, seq_lens_cpu_upper_bound=ends), **options)
 
-    monkeypatch.setattr(steps.Step, "_layout", wrong)
-    attend = steps.SequenceTables
-    monkeypatch.setattr(
-        steps, "SequenceTables", lambda starts, lens, ends, *t: attend(starts, lens, ends + 1, *t)
-    )
+    monkeypatch.setattr(steps.Step, "__init__", wrong)
 
 
 def _padding_is_written(monkeypatch, steps):

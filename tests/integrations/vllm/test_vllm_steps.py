@@ -42,7 +42,7 @@ def common_of(chunks, *, pad=0):
 
 def test_a_step_is_three_launches_of_attention_at_most(steps):
     chunks = [(1, 9), (1, 1), (3, 20), (5, 5), (7, 40), (9, 9)]
-    layouts = steps.Step(common_of(chunks, pad=2)).layouts(CACHE | {"block_size": 16})
+    layouts = steps.Step(common_of(chunks, pad=2)).layouts(lambda: CACHE | {"block_size": 16})
     found = [list(zip(x.query_starts, x.query_lens, x.context_lens, strict=True)) for x in layouts]
     assert found == [
         [(0, 1, 9), (1, 1, 1)],
@@ -68,7 +68,7 @@ def test_lengths_that_are_only_bounds_are_refused(steps):
     common = common_of([(2, 9)])
     common.seq_lens_cpu_upper_bound = None
     with pytest.raises(ValueError, match="no lengths on the host"):
-        steps.Step(common).layouts(CACHE | {"block_size": 16})
+        steps.Step(common).layouts(lambda: CACHE | {"block_size": 16})
 
 
 def blocks_of(groups, width, *, block_size=16):
