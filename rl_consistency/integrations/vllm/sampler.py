@@ -8,7 +8,7 @@ sampler: while it measures memory, before there are requests.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from bisect import bisect_left
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,8 @@ from rl_consistency.rollout.device.decode_graphs import buckets_up_to
 from rl_consistency.rollout.device.device_state import to_device
 from rl_consistency.rollout.device.sampling_table import SamplingTable
 from rl_consistency.rollout.sampling_params import Truncation
+
+_log = logging.getLogger(f"vllm.{__name__}")  # for vLLM's handlers
 
 MOST_CAPTURED_ROWS = 256
 """Rows of the largest graph: from here on the device takes longer than the host does to launch. A
@@ -84,7 +86,7 @@ class Sampler:
             found = asked(given, int(self._base.sampling_states.seeds.np[slot]) % 2**64)
         except ValueError as error:
             if given != type(given).for_sampler_warmup():
-                warnings.warn(f"a request gets NaN logprobs and token 0: {error}", stacklevel=2)
+                _log.error("A request gets NaN logprobs and token 0: %s", error)
             self._table.withhold(slot)
         else:
             self._table.write(slot, *found)

@@ -9,6 +9,7 @@ of its own. The model refuses again, in the worker.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -102,11 +103,14 @@ def _refused(vllm_config: Any) -> Iterator[str]:
     for owner, name in (
         (model, "enable_prompt_embeds"),
         (model, "logits_processors"),
+        *((model, name) for name in ("return_sampling_mask", "enable_trace_replay")),  # since 0.31
         (outputs, "enable_return_routed_experts"),
         (vllm_config, "watermark_config"),  # since 0.31
     ):
         if getattr(owner, name, None):
             yield f"{name} (leave it out)"
+    if found := [each.name for each in entry_points(group="vllm.logits_processors")]:
+        yield f"logits processors of installed packages: {', '.join(found)} (uninstall them)"
     if model.multimodal_config is not None:
         yield "a multimodal model (covered: text alone)"
     if not vllm_config.use_v2_model_runner:

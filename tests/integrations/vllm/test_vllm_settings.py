@@ -1,5 +1,7 @@
 """What the plug-in sets in vLLM's configuration, and what it refuses by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -69,6 +71,8 @@ REFUSED = {
     "model_config__enable_prompt_embeds": (True, "enable_prompt_embeds"),
     "model_config__enable_return_routed_experts": (True, "enable_return_routed_experts"),
     "model_config__logits_processors": (["a"], "logits_processors"),
+    "model_config__return_sampling_mask": (True, "return_sampling_mask"),
+    "model_config__enable_trace_replay": (True, "enable_trace_replay"),
     "watermark_config": (object(), "watermark_config"),
     "model_config__multimodal_config": (object(), "text alone"),
     "model_config__logprobs_mode": ("raw_logits", "use 'processed_logprobs'"),
@@ -81,6 +85,13 @@ def test_what_is_not_covered_is_refused_by_name(settings, name):
     value, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         configured(settings, **{name: value})
+
+
+def test_an_installed_logits_processor_is_refused_by_name(settings, monkeypatch):
+    found = [SimpleNamespace(name="ban")]
+    monkeypatch.setattr(settings, "entry_points", lambda group: found)
+    with pytest.raises(ValueError, match="installed packages: ban"):
+        configured(settings)
 
 
 def test_the_dtype_of_the_model_is_allowed_as_that_of_the_cache(settings):
