@@ -54,7 +54,7 @@ def capture_sizes(config: Any, max_tokens: int, max_seqs: int) -> list[int]:
     """Numbers of rows to capture: those of decode steps, and of prompts as far as the host would
     take longer than the GPU."""
     prompts = prompt_buckets(min(max_tokens, most_rows(row_parameters(config))))
-    return sorted({rows for rows in (*decode_buckets(max_seqs), *prompts) if rows <= max_tokens})
+    return sorted({min(rows, max_tokens) for rows in (*decode_buckets(max_seqs), *prompts)})
 
 
 def row_parameters(config: Any) -> int:

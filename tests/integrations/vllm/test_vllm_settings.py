@@ -47,6 +47,13 @@ def test_rows_of_experts_count_what_one_row_meets(settings):
     assert settings.row_parameters(sparse) == expected
 
 
+@pytest.mark.parametrize("tokens, sequences", [(1, 1), (5, 256), (5000, 7), (5000, 300)])
+def test_the_largest_step_is_captured_and_none_beyond_it(settings, tokens, sequences):
+    sizes = settings.capture_sizes(preset_config("tiny-qwen3"), tokens, sequences)
+    assert sizes[0] == 1 and sizes[-1] == tokens
+    assert min(sequences, tokens) in sizes
+
+
 @pytest.mark.parametrize("name", ["cudagraph_capture_sizes", "max_cudagraph_capture_size"])
 def test_sizes_that_a_user_gave_stay(settings, name):
     value = [1, 7] if name.endswith("sizes") else 64
