@@ -100,7 +100,7 @@ class CanonicalForCausalLM(nn.Module):
                 self.session = patch(self.hf, cuda_graphs=False)
         finally:
             torch.set_default_dtype(default)
-        watch(self.hf)
+        watch(self.hf, from_checkpoint=vllm_config.load_config.load_format != "dummy")
         watch_sleep(vllm_config.model_config)
         layers, kv_heads, head_dim = cache_sizes(self.hf)
         sizes = config.num_attention_heads, kv_heads, head_dim

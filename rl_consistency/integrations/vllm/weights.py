@@ -61,7 +61,7 @@ def _load(param: Tensor, loaded_weight: Tensor, part: Part | None = None) -> Non
 class Received:
     """What a model received since its last step."""
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, may_convert: bool) -> None:
         self.own: dict[str, str] = {}  # a parameter's names, several if it is tied, -> the first
         self.modules: dict[str, nn.Module] = {}
         self._beside: dict[nn.Module, list[str]] = {}  # a module's parameters
@@ -81,7 +81,7 @@ class Received:
         self.missing: set[str] = set()  # parameters that hold nobody's weights
         self.why = ""
         self.asleep = False
-        self.may_convert = True
+        self.may_convert = may_convert
         self.begin()
 
     def begin(self) -> None:
@@ -197,9 +197,12 @@ class Received:
 _RECEIVED: weakref.WeakKeyDictionary[nn.Module, Received] = weakref.WeakKeyDictionary()
 
 
-def watch(hf: nn.Module) -> None:
-    """Make a patched model ready for what follows, before vLLM records its parameters."""
-    _RECEIVED[hf] = Received(hf)
+def watch(hf: nn.Module, *, from_checkpoint: bool = True) -> None:
+    """Make a patched model ready for what follows, before vLLM records its parameters.
+
+    `from_checkpoint` says that the first load is of one, and not of a trainer.
+    """
+    _RECEIVED[hf] = Received(hf, from_checkpoint)
 
 
 def watched() -> list[Received]:
@@ -210,11 +213,11 @@ def watched() -> list[Received]:
 def load_weights(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Copy tensors of a checkpoint, some or all, into a watched model, at the same addresses.
 
-    Names are the checkpoint's or the parameters' own. The first call may bring another floating
-    dtype, which is rounded to nearest as by `from_pretrained`. Returns the names, in vLLM's model,
-    of the parameters that are whole. ValueError names a tensor that is unknown, or of another shape
-    or dtype; ConsistencyError one that is tied and has other bytes, or would be lost. After an
-    error all parameters must arrive.
+    Names are the checkpoint's or the parameters' own. vLLM's first load, of a checkpoint, may bring
+    another floating dtype, which is rounded to nearest as by `from_pretrained`. Returns the names,
+    in vLLM's model, of the parameters that are whole. ValueError names a tensor that is unknown, or
+    of another shape or dtype; ConsistencyError one that is tied and has other bytes, or would be
+    lost. After an error all parameters must arrive.
     """
     received, loaded = _RECEIVED[hf], set[str]()
     if received.asleep:

@@ -235,6 +235,7 @@ def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_num_seqs": 256,
         },
+        "load_config": {"load_format": "auto"},
         "compilation_config": {
             "static_forward_context": {},
             "cudagraph_capture_sizes": None,

@@ -57,7 +57,7 @@ for preset in sys.argv[1:]:
     top = nn.Module()
     top.hf = served
     with rl_consistency.patch(served, cuda_graphs=False):
-        weights.watch(served)
+        weights.watch(served, from_checkpoint=False)
         layerwise.record_metadata_for_reloading(top)
         before = addresses(top)
         layerwise.initialize_layerwise_reload(top)
