@@ -8,6 +8,7 @@ of its own. The model refuses again, in the worker.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
@@ -80,7 +81,7 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         *("prefill_context_parallel_size", "decode_context_parallel_size"),
     ):
         if (size := getattr(parallel, name)) > 1:
-            yield f"{name}={size} (covered: 1; more GPUs by more servers, or data_parallel_size)"
+            yield f"{name}={size} (covered: 1; use more GPUs by more servers)"
     for name in ("enable_expert_parallel", "enable_dbo"):
         if getattr(parallel, name):
             yield f"{name} (leave it out)"
@@ -113,5 +114,7 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         yield f"logits processors of installed packages: {', '.join(found)} (uninstall them)"
     if model.multimodal_config is not None:
         yield "a multimodal model (covered: text alone)"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        yield "VLLM_BATCH_INVARIANT, which replaces products of torch (unset it)"
     if not vllm_config.use_v2_model_runner:
         yield "VLLM_USE_V2_MODEL_RUNNER=0, whose runner keeps vLLM's sampler (leave it out)"

@@ -98,3 +98,9 @@ def test_the_dtype_of_the_model_is_allowed_as_that_of_the_cache(settings):
     configured(settings, cache_config__cache_dtype="bfloat16")
     with pytest.raises(ValueError, match="kv_cache_dtype='float16'"):
         configured(settings, cache_config__cache_dtype="float16")
+
+
+def test_vllms_own_invariant_mode_is_refused(settings, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT"):
+        configured(settings)
