@@ -92,6 +92,9 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         yield f"kv_cache_dtype={cache.cache_dtype!r} (covered: auto, the model's dtype)"
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         yield "keys from a connector, which no step here has computed (leave kv_transfer out)"
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend not in ("nccl", "ipc"):
+        yield f"weights by {transfer.backend!r}, past load_weights (covered: nccl, ipc)"
     if vllm_config.lora_config is not None:
         yield "LoRA (merge the adapter into the weights)"
     if vllm_config.speculative_config is not None:

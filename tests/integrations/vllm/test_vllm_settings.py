@@ -64,6 +64,7 @@ REFUSED = {
     "cache_config__cache_dtype": ("fp8", "kv_cache_dtype='fp8'"),
     "cache_config__kv_offloading_size": (4.0, "keys from a connector"),
     "kv_transfer_config": (object(), "keys from a connector"),
+    "weight_transfer_config": (SimpleNamespace(backend="sparse_nccl"), "weights by 'sparse_nccl'"),
     "lora_config": (object(), "merge the adapter"),
     "speculative_config": (object(), "speculation"),
     "model_config__runner_type": ("pooling", "runner 'pooling'"),
