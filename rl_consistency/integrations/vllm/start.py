@@ -6,6 +6,7 @@ requests. The sizes here are those that a `RolloutEngine` compiles for, and thos
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -56,6 +57,9 @@ def compile_kernels(hf: Any, vllm_config: Any) -> int:
         cache = _padding(hf, vllm_config.cache_config.block_size)
         _run(hf, _between_graphs(rows, cache))
         rows *= 2
+    # vLLM collects garbage before each capture, and freezes what is there once it has started.
+    gc.collect()
+    gc.freeze()
     return compiled
 
 
