@@ -34,8 +34,8 @@ from rl_consistency.integrations.vllm.weights import (
     digest,
     digests,
     load_weights,
+    touch,
     watch,
-    writable,
 )
 from rl_consistency.kernels.attention.layout import CapturedPagedAttention, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged
@@ -91,6 +91,9 @@ class CanonicalForCausalLM(nn.Module):
         refuse(vllm_config)
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         config._attn_implementation = "sdpa"
+        # Since 0.31 vLLM unties a head that the checkpoint has too. `load_weights` compares them.
+        if getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
+            config.tie_word_embeddings = True
         self.hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.hf.to(dtype).eval().requires_grad_(False)
         default = torch.get_default_dtype()  # vLLM's, while it makes a model
@@ -188,9 +191,10 @@ class CanonicalForCausalLM(nn.Module):
         """Copy a checkpoint's tensors by name; the names that were loaded, as vLLM counts them."""
         return load_weights(self.hf, weights)
 
-    def get_parameter(self, target: str) -> Any:
-        """A parameter that vLLM writes to in place, such as a sparse patch of one."""
-        return writable(self.hf, target)
+    def get_submodule(self, target: str) -> nn.Module:
+        """vLLM asks for one to write to its parameters, in a reload that is no checkpoint's."""
+        touch(self.hf)
+        return super().get_submodule(target)
 
     def begin_step(self, computed: Sequence[int]) -> None:
         """Before a step of requests with so many cached tokens [requests]; see `weights`."""

@@ -17,7 +17,6 @@ one, and another when it goes on after a preemption.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
@@ -116,8 +115,13 @@ def install_refusals() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def process_inputs(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        request = stock(*args, **kwargs)
+    process, preprocess = InputProcessor.process_inputs, EngineCore.preprocess_add_request
+    if hasattr(process, "refuses_uncovered"):
+        return
+
+    @wraps(process)
+    def process_inputs(*args: Any, **kwargs: Any) -> Any:
+        request = process(*args, **kwargs)
         require_covered(request)
         params = request.sampling_params
         if params is not None and params.n > 1 and params.seed is not None:
@@ -125,20 +129,11 @@ def install_refusals() -> None:
             params.extra_args = {**(params.extra_args or {}), FIRST_SEED: params.seed}
         return request
 
-    def preprocess_add_request(stock: Callable[..., Any], engine: Any, request: Any) -> Any:
+    @wraps(preprocess)
+    def preprocess_add_request(engine: Any, request: Any) -> Any:
         require_covered(request)
-        return stock(engine, request)
+        return preprocess(engine, request)
 
-    for owner, refusing in ((InputProcessor, process_inputs), (EngineCore, preprocess_add_request)):
-        stock = getattr(owner, refusing.__name__)
-        if not hasattr(stock, "refuses_uncovered"):
-            setattr(owner, refusing.__name__, _around(stock, refusing))
-
-
-def _around(stock: Callable[..., Any], refusing: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return refusing(stock, *args, **kwargs)
-
-    vars(call)["refuses_uncovered"] = True
-    return call
+    vars(process_inputs)["refuses_uncovered"] = True
+    InputProcessor.process_inputs = process_inputs
+    EngineCore.preprocess_add_request = preprocess_add_request

@@ -8,6 +8,7 @@ of its own. The model refuses again, in the worker.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
@@ -53,7 +54,7 @@ def capture_sizes(config: Any, max_tokens: int, max_seqs: int) -> list[int]:
     """Numbers of rows to capture: those of decode steps, and of prompts as far as the host would
     take longer than the GPU."""
     prompts = prompt_buckets(min(max_tokens, most_rows(row_parameters(config))))
-    return sorted({rows for rows in (*decode_buckets(max_seqs), *prompts) if rows <= max_tokens})
+    return sorted({min(rows, max_tokens) for rows in (*decode_buckets(max_seqs), *prompts)})
 
 
 def row_parameters(config: Any) -> int:
@@ -80,7 +81,7 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         *("prefill_context_parallel_size", "decode_context_parallel_size"),
     ):
         if (size := getattr(parallel, name)) > 1:
-            yield f"{name}={size} (covered: 1; more GPUs by more servers, or data_parallel_size)"
+            yield f"{name}={size} (covered: 1; use more GPUs by more servers)"
     for name in ("enable_expert_parallel", "enable_dbo"):
         if getattr(parallel, name):
             yield f"{name} (leave it out)"
@@ -91,6 +92,9 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         yield f"kv_cache_dtype={cache.cache_dtype!r} (covered: auto, the model's dtype)"
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         yield "keys from a connector, which no step here has computed (leave kv_transfer out)"
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend not in ("nccl", "ipc"):
+        yield f"weights by {transfer.backend!r}, past load_weights (covered: nccl, ipc)"
     if vllm_config.lora_config is not None:
         yield "LoRA (merge the adapter into the weights)"
     if vllm_config.speculative_config is not None:
@@ -113,5 +117,7 @@ def _refused(vllm_config: Any) -> Iterator[str]:
         yield f"logits processors of installed packages: {', '.join(found)} (uninstall them)"
     if model.multimodal_config is not None:
         yield "a multimodal model (covered: text alone)"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        yield "VLLM_BATCH_INVARIANT, which replaces products of torch (unset it)"
     if not vllm_config.use_v2_model_runner:
         yield "VLLM_USE_V2_MODEL_RUNNER=0, whose runner keeps vLLM's sampler (leave it out)"

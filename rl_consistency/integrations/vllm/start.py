@@ -6,6 +6,7 @@ requests. The sizes here are those that a `RolloutEngine` compiles for, and thos
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
 )
 from rl_consistency.kernels.core.compile_ahead import compile_ahead
+from rl_consistency.kernels.core.launch import next_power_of_2
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.models.forward import (
     attend_to_anything,
@@ -47,12 +49,33 @@ def compile_kernels(hf: Any, vllm_config: Any) -> int:
     if hf.get_input_embeddings().weight.device.type != "cuda":
         return 0
     with compile_line() as report:
-        return compile_ahead(kernel_calls(hf, vllm_config), report)
+        compiled = compile_ahead(kernel_calls(hf, vllm_config), report)
+    # Certificates of the library are made in a real call, one for each power of two of rows. vLLM
+    # runs the captured numbers of rows by itself, and the largest.
+    rows = next_power_of_2(_largest_captured(vllm_config) + 1)
+    while rows < vllm_config.scheduler_config.max_num_batched_tokens:
+        cache = _padding(hf, vllm_config.cache_config.block_size)
+        _run(hf, _between_graphs(rows, cache))
+        rows *= 2
+    # vLLM collects garbage before each capture, and freezes what is there once it has started.
+    gc.collect()
+    gc.freeze()
+    return compiled
+
+
+def _sizes(vllm_config: Any) -> list[int]:
+    return vllm_config.compilation_config.cudagraph_capture_sizes or []
+
+
+def _largest_captured(vllm_config: Any) -> int:
+    """Rows up to which every step is captured, or padded to one that is."""
+    mode, sizes = vllm_config.compilation_config.cudagraph_mode, _sizes(vllm_config)
+    return max(sizes) if sizes and mode.has_piecewise_cudagraphs() else 0
 
 
 def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
     """Calls of the model and its parts that stand for those of all steps; no key is written."""
-    scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
+    scheduler, sizes = vllm_config.scheduler_config, _sizes(vllm_config)
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = vllm_config.model_config.max_model_len
     bounds = RolloutBounds(tokens=tokens, sequences=sequences, longest=longest, batch_sizes=())
@@ -60,9 +83,7 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
     # Attention first: it takes the compiler the longest.
     for shape in (*continued_shapes(bounds), *prompt_shapes(bounds)):
         yield partial(attend_to_anything, hf, _chunks(shape, cache))
-    sizes = graphs.cudagraph_capture_sizes or []
-    pieces = sizes and graphs.cudagraph_mode.has_piecewise_cudagraphs()
-    op_by_op = [rows for rows in row_counts(tokens) if not pieces or rows > max(sizes)]
+    op_by_op = [rows for rows in row_counts(tokens) if rows > _largest_captured(vllm_config)]
     for rows in dict.fromkeys([*sizes, *op_by_op]):
         yield partial(_run, hf, _between_graphs(rows, cache))
     for rows in (rows for rows in sizes if rows <= sequences):

@@ -38,8 +38,8 @@ Part = tuple[int, int | None]
 
 
 def _known(name: str) -> str:
-    """A name of vLLM's model or of a checkpoint of Mixtral as transformers has it."""
-    return name.removeprefix("hf.").replace(".block_sparse_moe.", ".mlp.")
+    """A name in a checkpoint of Mixtral as transformers has it."""
+    return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def _place(parameter: Tensor, part: Part | None) -> Tensor:
@@ -96,7 +96,7 @@ class Received:
         return self.modules[own]._parameters[own.rpartition(".")[2]]
 
     def find(self, name: str) -> tuple[str, Part | None]:
-        """The parameter of a name in a checkpoint or in vLLM's model; ValueError if unknown."""
+        """The parameter of a name in a checkpoint; ValueError if unknown."""
         if (name := _known(name)) in self.own:
             return self.own[name], None
         if (found := _EXPERT.fullmatch(name)) is not None:
@@ -234,14 +234,9 @@ def load_weights(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[st
     return loaded
 
 
-def writable(hf: nn.Module, name: str) -> Tensor:
-    """A parameter that its reader will write to; keys made before are then stale."""
-    received = _RECEIVED[hf]
-    own, part = received.find(name)
-    if part is not None:
-        raise ValueError(f"weights: {name} is a part of {own}; write to that.")
-    received.changed = True
-    return received.parameter(own)
+def touch(hf: nn.Module) -> None:
+    """Somebody may write to parameters in place: take keys that were made before for stale."""
+    _RECEIVED[hf].changed = True
 
 
 def begin_step(hf: nn.Module, caches: Sequence[Any], computed: Sequence[int]) -> None:

@@ -122,10 +122,13 @@ class Engine:
     def close(self) -> None:
         """Free the GPU, so that this process may start another engine."""
         from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.platforms import current_platform
 
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()
+        # A pool whose graphs are gone cannot be captured into again.
+        type(current_platform)._global_graph_pool = None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import torch
 
 from rl_consistency.rollout.device.sampling_table import SamplingTable
 from rl_consistency.rollout.sampling_params import SamplingParams, Truncation
+from tests.gpu.vllm.engines import ENVIRONMENT
 
 pytestmark = pytest.mark.gpu
 
@@ -14,8 +15,10 @@ VOCABULARY = 151_936
 
 @pytest.fixture(scope="module")
 def plugin():
-    from rl_consistency.integrations.vllm import sampler
-
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        from rl_consistency.integrations.vllm import sampler
     return sampler
 
 

@@ -76,6 +76,13 @@ class EngineCore:
         return request, 0
 
 
+SEAMS = {
+    (InputProcessor, "process_inputs"): InputProcessor.process_inputs,
+    (EngineCore, "preprocess_add_request"): EngineCore.preprocess_add_request,
+}
+"""As vLLM has them; `register` replaces them."""
+
+
 def children(params):
     """As `ParentRequest` makes them, and msgpack carries them."""
     for index in range(params.n):

@@ -243,7 +243,10 @@ def vllm_config(config, dtype, *, max_num_batched_tokens=1024, **changed):
         },
     }
     whole = dict.fromkeys(
-        ("quant_config", "lora_config", "speculative_config", "kv_transfer_config")
+        (
+            *("quant_config", "lora_config", "speculative_config", "kv_transfer_config"),
+            "weight_transfer_config",
+        )
     )
     whole["use_v2_model_runner"] = True
     for name, value in changed.items():

@@ -61,12 +61,16 @@ def differing(one, other):
     return sum(a != b for a, b in pairs), len(pairs)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_steps_of_vllm_give_the_logprobs_of_training(preset):
-    trained = build_preset(preset, torch.bfloat16)
+@pytest.mark.parametrize(
+    "preset, dtype",
+    [(preset, torch.bfloat16) for preset in PRESETS]
+    + [("tiny-qwen3", torch.float32), ("tiny-mixtral", torch.float16)],
+)
+def test_steps_of_vllm_give_the_logprobs_of_training(preset, dtype):
+    trained = build_preset(preset, dtype)
     sequences = sequences_of(trained.config.vocab_size)
     with rl_consistency.patch(trained, cuda_graphs=False), torch.no_grad():
-        model = served(trained)
+        model = served(trained, dtype)
         scored = rl_consistency.token_logprobs(trained, sequences, prompt_lengths=[1] * 6)
         with rl_consistency.strict(False):
             stock = rl_consistency.token_logprobs(trained, sequences, prompt_lengths=[1] * 6)
@@ -74,7 +78,7 @@ def test_steps_of_vllm_give_the_logprobs_of_training(preset):
     scored, stock = ([x.tolist() for x in each.split()] for each in (scored, stock))
     found = logprobs_of(model, sequences)
     assert differing(found, scored) == (0, 333)
-    assert differing(stock, scored)[0] > 300  # the comparison finds differences
+    assert differing(stock, scored)[0] > 100  # the comparison finds differences
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mistral", "tiny-olmoe"])

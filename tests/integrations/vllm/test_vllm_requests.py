@@ -4,6 +4,7 @@ import pytest
 
 from tests.integrations.vllm.fake_requests import (
     DEFAULTS,
+    SEAMS,
     EngineCore,
     InputProcessor,
     SamplingParams,
@@ -47,13 +48,14 @@ def requests():
 
 
 @pytest.fixture
-def installed(requests, monkeypatch):
-    """The stubs' seams, with the plug-in's refusals."""
-    for owner, name in (
-        (InputProcessor, "process_inputs"),
-        (EngineCore, "preprocess_add_request"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+def stock(monkeypatch):
+    """vLLM's seams without the plug-in's refusals."""
+    for (owner, name), seam in SEAMS.items():
+        monkeypatch.setattr(owner, name, seam)
+
+
+@pytest.fixture
+def installed(requests, stock):
     for _ in range(2):
         requests.install_refusals()
 
@@ -157,10 +159,10 @@ def test_pooling_requests_are_left_to_vllm(installed):
     assert EngineCore().preprocess_add_request(request) == (request, 0)
 
 
-def test_registering_the_models_installs_the_refusals(installed, monkeypatch):
+def test_registering_the_models_installs_the_refusals(stock):
     from rl_consistency.integrations.vllm import model
 
-    monkeypatch.setattr(EngineCore, "preprocess_add_request", lambda self, request: None)
+    EngineCore().preprocess_add_request(request_of(SamplingParams(min_tokens=1)))
     model.register_models()
     with pytest.raises(ValueError, match="^min_tokens="):
         EngineCore().preprocess_add_request(request_of(SamplingParams(min_tokens=1)))

@@ -47,6 +47,13 @@ def test_rows_of_experts_count_what_one_row_meets(settings):
     assert settings.row_parameters(sparse) == expected
 
 
+@pytest.mark.parametrize("tokens, sequences", [(1, 1), (5, 256), (5000, 7), (5000, 300)])
+def test_the_largest_step_is_captured_and_none_beyond_it(settings, tokens, sequences):
+    sizes = settings.capture_sizes(preset_config("tiny-qwen3"), tokens, sequences)
+    assert sizes[0] == 1 and sizes[-1] == tokens
+    assert min(sequences, tokens) in sizes
+
+
 @pytest.mark.parametrize("name", ["cudagraph_capture_sizes", "max_cudagraph_capture_size"])
 def test_sizes_that_a_user_gave_stay(settings, name):
     value = [1, 7] if name.endswith("sizes") else 64
@@ -64,6 +71,7 @@ REFUSED = {
     "cache_config__cache_dtype": ("fp8", "kv_cache_dtype='fp8'"),
     "cache_config__kv_offloading_size": (4.0, "keys from a connector"),
     "kv_transfer_config": (object(), "keys from a connector"),
+    "weight_transfer_config": (SimpleNamespace(backend="sparse_nccl"), "weights by 'sparse_nccl'"),
     "lora_config": (object(), "merge the adapter"),
     "speculative_config": (object(), "speculation"),
     "model_config__runner_type": ("pooling", "runner 'pooling'"),
@@ -98,3 +106,9 @@ def test_the_dtype_of_the_model_is_allowed_as_that_of_the_cache(settings):
     configured(settings, cache_config__cache_dtype="bfloat16")
     with pytest.raises(ValueError, match="kv_cache_dtype='float16'"):
         configured(settings, cache_config__cache_dtype="float16")
+
+
+def test_vllms_own_invariant_mode_is_refused(settings, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT"):
+        configured(settings)

@@ -227,6 +227,16 @@ def test_a_tied_head_must_carry_the_bytes_of_the_embedding():
         model.load_weights([*named(trained), ("lm_head.weight", other)])
 
 
+def test_a_head_that_vllm_unties_for_its_checkpoint_stays_tied():
+    trained = policy()
+    config = preset_config("tiny-qwen3")
+    config.tie_word_embeddings = False
+    model = model_of(config, model_config__word_embeddings_untied_by_checkpoint=True)
+    model.load_weights([*named(trained), ("lm_head.weight", trained.lm_head.weight.detach())])
+    assert model.hf.lm_head.weight is model.hf.get_input_embeddings().weight
+    assert check(model, trained)
+
+
 def test_a_module_torn_by_a_reload_is_an_error_and_frozen_modules_are_not():
     trained = policy("tiny-qwen2")
     bias = "model.layers.0.self_attn.q_proj.bias"
@@ -362,10 +372,15 @@ def test_a_layer_of_each_window_loses_its_keys():
     assert not any(cache.keys_and_values[1].isnan().any() for cache in model.caches)
 
 
-def test_a_parameter_that_vllm_writes_to_makes_keys_stale():
+@pytest.mark.parametrize("through_module", (False, True))
+def test_a_parameter_that_vllm_writes_to_makes_keys_stale(through_module):
     model = served(policy())
     model.begin_step([])
-    model.get_parameter("model.norm.weight").data.mul_(2)
+    if through_module:  # vLLM 0.31
+        parameter = model.get_submodule("hf.model.norm").get_parameter("weight")
+    else:
+        parameter = model.get_parameter("hf.model.norm.weight")
+    parameter.data.mul_(2)
     with pytest.raises(ConsistencyError, match="call reset_prefix_cache"):
         model.begin_step([16])
 
