@@ -29,9 +29,9 @@ from rl_consistency.kernels.attention.layout import (
 from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
 from rl_consistency.rollout.device.shared_prefixes import most_runs
 
-SHARED_FROM = 16
+SHARED_FROM = 32
 """Sequences of a decode step from which keys that some share are read once: finding them takes some
-20 launches, and a kernel in each layer."""
+40 small launches, and reading them one in each layer."""
 
 
 class CacheViews(TypedDict):
@@ -182,29 +182,20 @@ def shared_tables(table: Tensor, past: Tensor, block_size: int) -> SharedTables:
     prompt are neighbours where they came together. A run ends where its next sequence shares more
     with the one behind it. Runs that find no room are read by each of their sequences.
     """
-    count, width = table.shape
-    rows = torch.arange(count, device=table.device)
-    places = torch.arange(width, device=table.device)
+    (count, width), device, room = table.shape, table.device, most_runs(len(table))
+    rows, places = torch.arange(count, device=device), torch.arange(width, device=device)
     equal = torch.where(table[1:] == table[:-1], width, places).amin(dim=1) * block_size
-    equal = torch.minimum(equal, torch.minimum(past[1:], past[:-1]))
-    equal = F.pad(
-        equal // SHARED_BLOCK * SHARED_BLOCK, (1, 1)
-    )  # 0 before the first, after the last
-    left, right = equal[:-1], equal[1:]
-    begins = (left == 0) | (left < right)
-    first = torch.where(begins, rows, 0).cummax(0).values
-    begins = begins | ((rows - first) % MOST_SHARERS == 0)
-    run = begins.cumsum(0) - 1
-    most = torch.iinfo(torch.int64).max
-    keys = torch.full((count,), most, device=table.device)
-    keys = keys.scatter_reduce(0, run, left.masked_fill(begins, most), "amin")
-    keys = keys.masked_fill(keys == most, 0)  # of one sequence, or of none
-    room = most_runs(count)
-    place = (keys > 0).cumsum(0) - 1
-    kept = (keys > 0) & (place < room)
-    firsts = torch.full((count,), count, device=table.device).scatter_reduce(0, run, rows, "amin")
-    counts = torch.zeros_like(rows).scatter_add(0, run, torch.ones_like(rows))
-    runs = torch.zeros(room + 1, 3, dtype=torch.int32, device=table.device)
-    values = torch.stack([firsts, counts, keys], dim=1).to(torch.int32)
-    runs[torch.where(kept, place, room)] = values  # the last row takes what is not kept
-    return SharedTables(runs[:room], (keys * kept)[run].to(torch.int32))
+    equal = torch.minimum(torch.minimum(equal, past[1:]), past[:-1]) // SHARED_BLOCK * SHARED_BLOCK
+    left, right = F.pad(equal, (1, 0)), F.pad(equal, (0, 1))
+    first = torch.where((left == 0) | (left < right), rows, 0).cummax(0).values
+    first = rows - (rows - first) % MOST_SHARERS  # row of each row's run
+    none = torch.iinfo(torch.int64).max
+    keys = torch.full_like(rows, none)
+    keys = keys.scatter_reduce(0, first, left.masked_fill(first == rows, none), "amin")
+    counts = torch.zeros_like(rows).scatter_add(0, first, torch.ones_like(rows))
+    place = (keys < none).cumsum(0) - 1
+    kept = (keys < none) & (place < room)
+    keys = keys.where(kept, 0)
+    runs = torch.zeros(room + 1, 3, dtype=torch.int32, device=device)  # the last takes the others
+    runs[place.where(kept, room)] = torch.stack([rows, counts, keys], dim=1).to(torch.int32)
+    return SharedTables(runs[:room], keys[first].to(torch.int32))

@@ -109,6 +109,12 @@ def test_a_query_is_behind_all_keys_that_it_shares(steps):
     assert runs == [(0, 2, 128), (2, 8, 640), (10, 4, 640)]
 
 
+def test_runs_that_find_no_room_are_read_by_each_sequence(steps):
+    runs, keys = runs_of(steps, blocks_of([(2, 128)] * 20, 20), [300] * 40)
+    assert runs == [(2 * i, 2, 128) for i in range(most_runs(40))] and most_runs(40) == 10
+    assert keys == [128] * 20 + [0] * 20
+
+
 def test_no_run_is_found_where_nothing_is_shared(steps):
     runs, keys = runs_of(steps, blocks_of([(1, 0)] * 20, 40), [600] * 20)
     assert runs == [] and keys == [0] * 20
