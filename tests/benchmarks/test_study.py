@@ -168,10 +168,12 @@ def test_only_seeds_that_every_arm_has_are_compared():
     found += [of("unsafe", "exact", 1, long)]
     compared = groups(found, 40)
     assert list(compared) == ["safe"]
-    for each in compared["safe"].values():
+    assert compared["safe"].steps == 40
+    for each in compared["safe"].arms.values():
         assert [run["seed"] for run in each] == [1, 2]
     ended = [of("safe", "stock", 4, short, "nan"), *(of("safe", a, 4, long) for a in ARMS)]
-    assert len(groups([*found, *ended], 40)["safe"]["exact"]) == 3
+    assert len(groups([*found, *ended], 40)["safe"].arms["exact"]) == 3
+    assert groups(found, 10)["safe"].steps == 10
 
 
 def test_the_document_has_a_line_for_each_arm_and_a_panel_for_each_series(tmp_path, capsys):
@@ -181,11 +183,11 @@ def test_the_document_has_a_line_for_each_arm_and_a_panel_for_each_series(tmp_pa
         rows = [{"step": step, **dict.fromkeys(SERIES.values(), 0.5)} for step in range(1, 31)]
         (place / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     file, drawn = tmp_path / "study.json", tmp_path / "study.png"
-    options = ["--steps", "30", "--json", str(file), "--picture", str(drawn)]
+    options = ["--least", "30", "--json", str(file), "--picture", str(drawn)]
     assert document.main([str(tmp_path / "runs"), *options]) == 0
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) == 2 + len(ARMS) and "| 0 of 1 |" in printed
     assert drawn.stat().st_size > 0
-    assert document.main([str(file), "--steps", "30"]) == 0
+    assert document.main([str(file), "--least", "30"]) == 0
     assert capsys.readouterr().out == printed
     assert table(json.loads(file.read_text())["runs"], 31) == printed.splitlines()[:2]
