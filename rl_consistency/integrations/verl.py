@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 from verl.workers.rollout import base, replica
 
-from rl_consistency.integrations.verl_refusals import TRAINED, refuse
+from rl_consistency.integrations.verl_refusals import TRAINED, UPDATED, refuse
 from rl_consistency.integrations.verl_weights import with_digests
 from rl_consistency.models.packing import PackedBatch, from_host
 from rl_consistency.models.patch import patch
@@ -47,6 +47,7 @@ class Engine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse(TRAINED, model=model_config, engine=engine_config)
+        refuse({} if engine_config.forward_only else UPDATED, engine=engine_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def _build_module(self) -> nn.Module:

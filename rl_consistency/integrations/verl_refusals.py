@@ -6,11 +6,13 @@ from typing import Any
 
 from rl_consistency.integrations.refusals import Covered
 
+_DTYPES = ("bf16", "bfloat16", "fp32", "float32")
+
 TRAINED: Covered = {
     "engine.strategy": ("fsdp2", "set actor.strategy and ref.strategy to fsdp2"),
     "engine.ulysses_sequence_parallel_size": (1, "one process computes a sequence: set 1"),
     "engine.qat.enable": (False, "no order covers quantized weights: set False"),
-    "engine.mixed_precision.param_dtype": (("bf16", "fp32"), "set it to bf16 or fp32"),
+    "engine.mixed_precision.param_dtype": (_DTYPES, "set it to bf16 or fp32"),
     "model.use_fused_kernels": (False, "they sum in another order: set False"),
     "model.use_liger": (False, "its kernels replace the patched ones: set False"),
     "model.tiled_mlp.enabled": (False, "it cuts the patched MLP into parts: set False"),
@@ -21,6 +23,11 @@ TRAINED: Covered = {
     "model.mtp.enable": (False, "no draft head is covered: set False"),
 }
 """Options of the trainer -> what is covered (of a tuple, each), and what to do about another."""
+
+UPDATED: Covered = {
+    "engine.model_dtype": (("fp32", "float32"), "the optimizer updates fp32 weights: set fp32")
+}
+"""The same of an engine that has an optimizer."""
 
 SAMPLED: Covered = {
     "rollout.name": ("vllm", "no other has exact logprobs: set it to vllm"),

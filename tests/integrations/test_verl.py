@@ -41,7 +41,7 @@ def configs(directory=None, *, model=(), engine=()):
     found = {"local_path": directory, "hf_config": config, "use_fused_kernels": False, "lora": {}}
     return (
         SimpleNamespace(**{**found, **dict(model)}),
-        SimpleNamespace(**{"strategy": "fsdp2", "mixed_precision": None, **dict(engine)}),
+        SimpleNamespace(**{"strategy": "fsdp2", "forward_only": False, **dict(engine)}),
     )
 
 
@@ -194,6 +194,7 @@ def test_an_engine_whose_patch_was_undone_scores_nothing(engine):
         ("engine", {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
         ("engine", {"qat": SimpleNamespace(enable=True)}, "engine.qat.enable=True"),
         ("engine", {"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype='fp16'"),
+        ("engine", {"model_dtype": "bf16"}, "engine.model_dtype='bf16'"),
         ("model", {"use_fused_kernels": True}, "model.use_fused_kernels=True"),
         ("model", {"use_liger": True}, "model.use_liger=True"),
         ("model", {"tiled_mlp": {"enabled": True}}, "model.tiled_mlp.enabled=True"),
@@ -207,6 +208,12 @@ def test_an_engine_whose_patch_was_undone_scores_nothing(engine):
 def test_an_option_of_the_trainer_is_refused_by_name(ours, side, options, what):
     with pytest.raises(ValueError, match=re.escape(what)):
         ours.Engine(*configs(**{side: options}), None, None)
+
+
+def test_a_reference_in_16_bits_and_other_spellings_are_covered(ours):
+    engine = {"model_dtype": "bf16", "forward_only": True}
+    precision = {"mixed_precision": {"param_dtype": "bfloat16"}, "qat": {"enable": False}}
+    assert ours.Engine(*configs(engine=engine | precision), None, None).engine_config
 
 
 @pytest.mark.parametrize(
