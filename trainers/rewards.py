@@ -100,7 +100,9 @@ class RewardFunction:
         columns: dict[str, list[Any]] = {
             name: [copy.deepcopy(example.extra.get(name)) for example in examples] for name in names
         }
-        answers = [example.answer for example in examples]
+        answers: list[Any] = [example.answer for example in examples]
+        if self.signature != "ours":  # functions of TRL and verl know the values of rows
+            answers = [e.answer if e.number is None else e.number for e in examples]
         prompts: list[Any] = [example.prompt for example in examples]
         answered: list[Any] = list(completions)
         ids = [list(part) for part in token_ids]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import RunConfig, checked, find_recipe, recipe_tree
-from rl_consistency.trainers.config.strict_yaml import apply_overrides, merge
+from rl_consistency.trainers.config.strict_yaml import merge
 from rl_consistency.trainers.launch import leave
 from rl_consistency.trainers.run_directory.directory import METRICS
 from rl_consistency.trainers.run_directory.step_files import read_metrics
@@ -81,8 +81,7 @@ def train(
     if rewards is not None:
         listed = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
         merge(tree, ["reward", "functions"], [_term(reward, functions) for reward in listed])
-    apply_overrides(tree, [set] if isinstance(set, str) else set)
-    config = checked(tree, source, folder, functions)
+    config = checked(tree, source, folder, functions, [set] if isinstance(set, str) else set)
     grouped = dist.is_initialized()
     try:
         summary = run.train(

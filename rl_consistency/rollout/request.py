@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -105,9 +105,9 @@ class Requests:
         """New sequences by (prompt index, sample index); ValueError for what cannot be served."""
         if isinstance(prompts, str):
             prompts = [prompts]
-        if not isinstance(prompts, Sized):
+        if not isinstance(prompts, Sized) or isinstance(prompts, Mapping):
             kind = type(prompts).__name__
-            raise ValueError(f"prompts must be a list of lists of token ids; got a {kind}")
+            raise ValueError(f"prompts must be a list of texts or of token ids; got a {kind}")
         if unknown := options.keys() - RequestOptions.__annotations__.keys():
             allowed = ", ".join(RequestOptions.__annotations__)
             raise TypeError(f"requests have no {', '.join(sorted(unknown))}; they have {allowed}")
@@ -205,7 +205,8 @@ class Requests:
             )
 
     def _checked_prompt(self, index: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        no_list = f"prompt {index} must be a list of integer token ids"
+        kind = type(prompt).__name__
+        no_list = f"prompt {index} must be a text or a list of integer token ids; got a {kind}"
         try:
             tokens = np.asarray(prompt)
         except ValueError as error:  # lists of differing lengths within it

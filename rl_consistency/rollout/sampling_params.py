@@ -73,7 +73,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         values: dict[str, Any] = {
             "n": check_integer("n", self.n, 1),
-            "top_k": check_integer("top_k", self.top_k, 0, 2**31 - 1),
+            "top_k": check_integer("top_k (0 is off)", self.top_k, 0, 2**31 - 1),
             "max_tokens": check_integer("max_tokens", self.max_tokens, 1),
             "seed": None if self.seed is None else check_integer("seed", self.seed, 0, 2**64 - 1),
             "speculation": check_integer("speculation", self.speculation, 0, MAX_DRAFT),

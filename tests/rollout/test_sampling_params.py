@@ -83,3 +83,8 @@ def test_the_bounds_belong_to_the_ranges():
 def test_a_value_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+def test_how_top_k_is_off_is_told():
+    with pytest.raises(ValueError, match=r"top_k \(0 is off\) must be an integer in .*, got -1"):
+        SamplingParams(top_k=-1)

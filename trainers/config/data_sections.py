@@ -227,8 +227,9 @@ class RewardFunctionSection(RecipeSection):
     prompts, completions, answers, and completion_ids (token ids, special ones too) where it takes
     them; trl: prompts, completions, completion_ids and the answer under data.answer_field, as TRL's
     trainers do (no trainer_state). verl: data_source, solution_str, ground_truth and extra_info of
-    one completion, and it may return a dict with score. A function returns a number, or None where
-    it does not apply, for each completion, and may be async."""
+    one completion, and it may return a dict with score. Fields have the type that they have in the
+    data, which is text in CSV; an answer that is a number is its decimal text in ours. A function
+    returns a number, or None where it does not apply, for each completion, and may be async."""
 
     @property
     def key(self) -> str:

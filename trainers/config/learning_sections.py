@@ -151,13 +151,17 @@ NAMED: dict[str, dict[str, Any]] = {
 """What stands for a name in `algorithm.name` that is none of a trainer: grpo, with these keys."""
 
 
+_OfGroups = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+_Reinforce = Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AlgorithmName = Literal[_OfGroups, _Reinforce, "ppo"]
+
+
 class AlgorithmSection(RecipeSection):
     """What is optimised."""
 
-    name: Literal["grpo", "ppo"] = "grpo"
-    """grpo: rewards are compared within a group; ppo: a critic says what reward was expected.
-    dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus and reinforce_plus_plus_baseline stand for
-    grpo with the keys that the table above gives."""
+    name: AlgorithmName = "grpo"
+    """grpo: rewards are compared within a group; ppo: a critic says what reward was expected. The
+    others stand for grpo with the keys that the table above gives."""
     ppo: PPOSection | None = None
     """Settings of name: ppo; null = their defaults."""
     advantage: AdvantageKind = "grpo"

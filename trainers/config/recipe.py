@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
@@ -25,6 +26,7 @@ from rl_consistency.trainers.config.data_sections import DataSection, RewardSect
 from rl_consistency.trainers.config.inputs import Inputs, look_up
 from rl_consistency.trainers.config.learning_sections import (
     SAMPLING_KEYS,
+    AlgorithmName,
     AlgorithmSection,
     OptimizerSection,
     RolloutSection,
@@ -35,6 +37,7 @@ from rl_consistency.trainers.config.learning_sections import (
 from rl_consistency.trainers.config.mistakes import OTHER_NAMES, every_error
 from rl_consistency.trainers.config.sections import (
     ConsistencySection,
+    Name,
     PolicySection,
     RecipeSection,
     RunSection,
@@ -289,12 +292,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with all problems, each by dotted path, unknown keys with the nearest name.
     """
     path = Path(path)
-    tree = recipe_tree(path)
-    try:
-        apply_overrides(tree, overrides)
-    except RecipeSyntaxError as error:
-        raise ConfigError(str(error)) from error
-    return checked(tree, str(path), path.parent)
+    return checked(recipe_tree(path), str(path), path.parent, overrides=overrides)
 
 
 def recipe_tree(path: Path) -> dict[str, Any]:
@@ -323,11 +321,18 @@ def find_recipe(name: str) -> Path:
     return shipped[name]
 
 
-def checked(tree: Any, source: str, folder: Path, given: Collection[str] = ()) -> RunConfig:
-    """The config of a recipe's tree; errors name `source`. Reward functions in files are looked for
-    in `folder` where the recipe names no other, those that are `given` nowhere."""
+def checked(
+    tree: Any, source: str, folder: Path, given: Collection[str] = (), overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The config of a recipe's tree after `overrides`; errors name `source`. Reward functions in
+    files are looked for in `folder` where no other is named, those that are `given` nowhere."""
+    or_null = ((str, NoneType), (Name, NoneType))
+    texts = {path for path, k in _fields(RunConfig) if k is str or get_args(k) in or_null}
     try:
+        apply_overrides(tree, overrides, texts)
         config = RunConfig.model_validate(tree)
+    except RecipeSyntaxError as error:
+        raise ConfigError(str(error)) from error
     except ValidationError as error:
         items, rest = every_error(RunConfig, tree, error)
         problems = _problems(items, tree)
@@ -393,9 +398,14 @@ def _told(item: dict[str, Any], path: str, tree: dict[str, Any]) -> str:
         texts = (f"[{given}]", f"[{{name: {given}}}]", f"[{{path: {given}}}]")
         if (text := next((t for t in texts if _is_right(tree, path, t)), None)) is not None:
             more = f": write {text}"
+    if kind == "string_type" and given is not None:
+        more = ": put a text in quotes, 'Q: {prompt}'"
     if kind == "literal_error" and isinstance(given, str):
         allowed = re.findall(r"'([^']+)'", item["ctx"]["expected"])
-        near = get_close_matches(_FULL_NAMES.get(given, given), allowed, n=1)
+        name = _FULL_NAMES.get(given, given).lower().replace("++", "_plus_plus")
+        near = get_close_matches(name, allowed, n=1)
+        if path in ("algorithm.loss", "algorithm.advantage") and name in get_args(AlgorithmName):
+            near = [f"algorithm.name: {name}"]
         more = "".join(f"; did you mean {name}?" for name in near)
     return f"{wanted}, got {shown(given):.60}{more}"
 
@@ -445,14 +455,16 @@ def _written(path: str) -> str:
 
 def all_paths() -> list[str]:
     """Every section and key of a recipe, dotted."""
-    return [*_all_paths(RunConfig), *(f"rollout.sampling.{key}" for key in SAMPLING_KEYS)]
+    paths = [path for path, _ in _fields(RunConfig)]
+    return [*paths, *(f"rollout.sampling.{key}" for key in SAMPLING_KEYS)]
 
 
-def _all_paths(model: type[BaseModel]) -> Iterator[str]:
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    """The dotted path and the annotation of each section and key."""
     for name, field in model.model_fields.items():
-        yield name
+        yield name, field.annotation
         for inner in _models_in(field.annotation):
-            yield from (f"{name}.{path}" for path in _all_paths(inner))
+            yield from ((f"{name}.{path}", kind) for path, kind in _fields(inner))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -9,7 +9,7 @@ tree, and an override of one place must not change another.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,11 @@ def parse(text: str, source: str) -> Any:
         raise RecipeSyntaxError(f"{source} is not valid YAML, {problem}") from error
 
 
-def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
+def apply_overrides(
+    tree: dict[str, Any], overrides: Sequence[str], texts: Collection[str] = ()
+) -> None:
+    """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index. The
+    value of a key in `texts` stands for itself there, unless it is quoted or null."""
     problems: list[str] = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -132,11 +135,24 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
             if not equals or not all(keys):
                 problem = "expected section.key=value: training.steps=10, say"
                 raise RecipeSyntaxError(f"{source}: {problem}")
-            _set(tree, keys, parse(text, source), source)
+            # Of four keys the third is an index, or the name of an evaluation set.
+            key = ".".join(keys if len(keys) < 4 else [*keys[:2], *keys[3:]])
+            _set(tree, keys, (_text if key in texts else parse)(text, source), source)
         except RecipeSyntaxError as error:
             problems.append(str(error))
     if problems:
         raise RecipeSyntaxError("\n".join(problems))
+
+
+def _text(text: str, source: str) -> Any:
+    """The text that a value is, or quotes, without blanks around it; or null."""
+    try:
+        value = parse(text, source)
+    except RecipeSyntaxError:
+        value = ...
+    quoted = isinstance(value, str) and text.lstrip().startswith(("'", '"', "|", ">"))
+    is_null = value is None and "#" not in text  # which begins a comment
+    return value if quoted or is_null else parse(dump(text.strip()), source)
 
 
 def merge(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:

@@ -47,6 +47,8 @@ class Example:
     """Further fields, handed to reward functions by name."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The conversation that `prompt` is the chat template's text of, if there is one."""
+    number: int | float | None = None
+    """The answer where the row has it as a number, which `answer` is the decimal text of."""
     source: str | None = None
     """Where it was read, such as "train.jsonl, line 3"."""
 
@@ -81,7 +83,7 @@ def examples_of(
     example has no text yet. Without `answer_field` answer and target are "".
 
     Fields other than the two become `extra`. Raises DataError on a row that lacks a usable prompt
-    or answer: text that is not blank; a number is read as its decimal text.
+    or answer: text that is not blank, or a number, whose decimal text is taken.
     """
     examples = []
     for index, (place, record) in enumerate(rows, start=first_id):
@@ -96,8 +98,10 @@ def examples_of(
         prompt = prompt_template.replace("{prompt}", text)
         rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
         texts = {"prompt": prompt, "answer": answer, "target": answer, "messages": messages}
+        value = _field(record, answer_field) if answer_field else ""
+        number = None if isinstance(value, str) else value
         extra = MappingProxyType(rest)
-        examples.append(Example(id=index, **texts, extra=extra, source=place))
+        examples.append(Example(id=index, **texts, extra=extra, number=number, source=place))
     return examples
 
 

@@ -134,6 +134,7 @@ def data_digests(train: PromptSet, evaluations: Mapping[str, PromptSet]) -> dict
             for e, tokens in zip(prompts.examples, prompts.prompts, strict=True)
         ]
         rows += [e.messages for e in prompts.examples if e.messages is not None]
+        rows += [["number", e.id, e.number] for e in prompts.examples if e.number is not None]
         found[name] = _digest([*rows, *prompts.parts])
     return found
 

@@ -52,9 +52,9 @@ def compile_kernels(hf: Any, vllm_config: Any) -> int:
         compiled = compile_ahead(kernel_calls(hf, vllm_config), report)
     # Certificates of the library are made in a real call, one for each power of two of rows. vLLM
     # runs the captured numbers of rows by itself, and the largest.
+    cache, most = _padding(hf, vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
     rows = next_power_of_2(_largest_captured(vllm_config) + 1)
-    while rows < vllm_config.scheduler_config.max_num_batched_tokens:
-        cache = _padding(hf, vllm_config.cache_config.block_size)
+    while rows < most:
         _run(hf, _between_graphs(rows, cache))
         rows *= 2
     # vLLM collects garbage before each capture, and freezes what is there once it has started.
@@ -79,7 +79,7 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = vllm_config.model_config.max_model_len
     bounds = RolloutBounds(tokens=tokens, sequences=sequences, longest=longest, batch_sizes=())
-    cache = _padding(hf, vllm_config.cache_config.block_size)
+    cache = _padding(hf, vllm_config)
     # Attention first: it takes the compiler the longest.
     for shape in (*continued_shapes(bounds), *prompt_shapes(bounds)):
         yield partial(attend_to_anything, hf, _chunks(shape, cache))
@@ -100,9 +100,9 @@ def kernel_calls(hf: Any, vllm_config: Any) -> Iterator[Callable[[], object]]:
     yield partial(model_digest, hf)
 
 
-def _padding(hf: Any, block_size: int) -> CacheViews:
+def _padding(hf: Any, vllm_config: Any) -> CacheViews:
     """Keys and values of one block, laid out as vLLM's: kernels read where it says, or nowhere."""
-    layers, kv_heads, head_dim = cache_sizes(hf)
+    (layers, kv_heads, head_dim), block_size = cache_sizes(hf), vllm_config.cache_config.block_size
     block = empty_block(block_size, kv_heads, head_dim, hf.get_input_embeddings().weight)
     keys, values = ([views] * layers for views in keys_and_values(block, head_dim))
     return {"key_cache": keys, "value_cache": values, "block_size": block_size}
@@ -110,11 +110,12 @@ def _padding(hf: Any, block_size: int) -> CacheViews:
 
 def _chunks(shape: RaggedShape, cache: CacheViews) -> StepAttention:
     count, queries, keys = shape.sequences, shape.queries, shape.past + shape.queries
-    numbers = torch.tensor([[i * queries, queries, keys] for i in range(count)], dtype=torch.int32)
-    starts, lens, contexts = numbers.to(cache["key_cache"][0].device).unbind(1)
+    places = range(0, count * queries, queries)
+    numbers = torch.tensor([list(places), [queries] * count, [keys] * count], dtype=torch.int32)
+    starts, lens, contexts = numbers.to(cache["key_cache"][0].device).unbind(0)
     table = starts.new_zeros(count, -(-keys // cache["block_size"]))
     return StepAttention(
-        query_starts=range(0, count * queries, queries),
+        query_starts=places,
         query_lens=[queries] * count,
         context_lens=[keys] * count,
         block_tables=(),
@@ -129,7 +130,7 @@ def _between_graphs(rows: int, cache: CacheViews) -> PagedAttention:
     used = cache["key_cache"][0].new_full((1,), rows, dtype=torch.int32)
     slots = used.new_zeros(rows, dtype=torch.int64)
     return CapturedPagedAttention.interrupted(
-        lambda q, *_: torch.empty_like(q), used, slot_mapping=slots, **cache
+        lambda q, *_: torch.zeros_like(q), used, slot_mapping=slots, **cache
     )
 
 

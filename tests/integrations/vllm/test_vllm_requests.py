@@ -127,7 +127,7 @@ def test_what_is_asked_for_is_what_our_engine_takes(requests):
         ({"seed": 2**63}, "seed must be"),
         ({"seed": 2**63 - 1, "n": 2}, "seed must be"),
         ({"top_p": 1e-50}, "top_p must"),
-        ({"top_k": 2**31}, "top_k must"),
+        ({"top_k": 2**31}, "top_k .* must"),
         ({"temperature": 1e-5}, "temperature must"),
     ],
 )

@@ -10,7 +10,7 @@ VOCAB = 60
 PLAIN = SamplingParams()
 TWO = [[1], [2]]
 STOP_IDS = [PLAIN, SamplingParams(stop_token_ids=(4, VOCAB))]
-NO_LIST = "prompt 1 must be a list of integer token ids"
+NO_LIST = "prompt 1 must be a text or a list of integer token ids"
 REQUEST = "request_ids"
 
 
@@ -25,6 +25,8 @@ REQUEST = "request_ids"
         ([[1], ["a"]], PLAIN, {}, NO_LIST),
         ([[1], 2], PLAIN, {}, NO_LIST),
         ([[1], [2**70]], PLAIN, {}, NO_LIST),
+        ([[1], {"prompt": "a"}], PLAIN, {}, f"{NO_LIST}; got a dict"),
+        ({"prompt": "a"}, PLAIN, {}, "prompts must be a list of texts or of token ids; got a dict"),
         (iter([[1]]), PLAIN, {}, "prompts must be a list .* token ids; got a list_it"),
         ([[1], [1] * 100], SamplingParams(max_tokens=29), {}, "prompt 1.*context of 128.*shorten"),
         ([[1], [1] * 40], SamplingParams(max_tokens=30), {}, "prompt 1.*18 KV blocks.*num_kv_blo"),

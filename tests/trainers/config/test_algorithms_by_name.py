@@ -38,7 +38,15 @@ def test_the_demo_has_the_clip_it_had():
     ("overrides", "message"),
     [
         (["algorithm.loss=gspoo"], "'gspo' or 'cispo', got 'gspoo'"),
-        (["algorithm.name=reinforce"], "'grpo' or 'ppo', got 'reinforce'"),
+        (["algorithm.name=gpso"], "'reinforce_plus_plus_baseline' or 'ppo', got 'gpso'; did you"),
+        (["algorithm.name=gpso"], "did you mean gspo?"),
+        (["algorithm.name=drgrpo"], "did you mean dr_grpo?"),
+        (["algorithm.name=Dr. GRPO"], "did you mean dr_grpo?"),
+        (["algorithm.name=reinforce"], "did you mean reinforce_plus_plus?"),
+        (["algorithm.name=REINFORCE++"], "did you mean reinforce_plus_plus?"),
+        (["algorithm.name=reinforce++_baseline"], "mean reinforce_plus_plus_baseline?"),
+        (["algorithm.loss=rloo"], "did you mean algorithm.name: rloo?"),
+        (["algorithm.advantage=gspo"], "did you mean algorithm.name: gspo?"),
         (
             ["algorithm.name=gspo", "algorithm.loss=dapo"],
             "set loss to gspo too, or leave the name out",

@@ -92,6 +92,43 @@ def test_a_float_may_be_written_in_any_way(value):
     assert load_config(DEMO, [f"optimizer.learning_rate={value}"]).optimizer.learning_rate == 1e-3
 
 
+TEXTS = {
+    "{prompt} =": "{prompt} =",
+    "{prompt}": "{prompt}",
+    "Q: {prompt} A:": "Q: {prompt} A:",
+    " Q\n{prompt} ": "Q\n{prompt}",
+    "# {prompt} #1": "# {prompt} #1",
+    "- *{prompt}* !": "- *{prompt}* !",
+    "'tis {prompt}": "'tis {prompt}",
+    '"{prompt}\\n"': "{prompt}\n",
+    "' {prompt} #1' # a comment": " {prompt} #1",
+}
+
+
+@pytest.mark.parametrize("value", TEXTS)
+def test_a_text_needs_no_quotes_in_an_override(value, tmp_path):
+    sets = "data.eval_sets.a.path=x.jsonl", f"data.eval_sets.a.prompt_template={value}"
+    config = load_config(DEMO, [f"data.prompt_template={value}", *sets])
+    found = config.data.prompt_template, config.data.eval_sets["a"].prompt_template
+    assert found == (TEXTS[value],) * 2
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_text_may_look_like_a_number_and_null_stays_null():
+    config = load_config(DEMO, ["run.name=010", "run.output_dir=x", "data.name=null"])
+    assert config.run.name == "010" and config.data.name is None
+    given = ["data.sources=[{path: a.jsonl}]", "data.sources.0.revision=1e5", "data.task=null"]
+    (source,) = load_config(DEMO, [*given, "training.eval_every=0"]).data.sources or ()
+    assert source.revision == "1e5"
+    assert "data.prompt_template: " in (text := refusal("data={prompt_template: {prompt}}"))
+    assert "put a text in quotes" in text
+
+
+def test_what_no_yaml_can_hold_is_no_text():
+    assert "half a surrogate pair" in refusal("data.prompt_template={prompt}\udcff")
+
+
 def test_yaml_1_1_does_not_reinterpret_values():
     assert load_config(DEMO, ["run.name=on"]).run.name == "on"
     assert load_config(DEMO, ["run.name=2026-11-20"]).run.name == "2026-11-20"
@@ -217,7 +254,8 @@ REFUSED = [
     ("run..name=3", "expected section.key=value"),
     ("run.name.x=3", "run.name is the value 'grpo_arithmetic_tiny_cpu', not a section"),
     ("reward.functions.7.name=x", "reward.functions is a list of 1"),
-    ("run.name=[", "is not valid YAML"),
+    ("training.steps=[", "is not valid YAML"),
+    ("run.name=[", "run.name: String should match pattern"),
 ]
 
 
@@ -337,7 +375,7 @@ PPO = ROOT / "recipes" / "ppo_arithmetic_tiny_cpu.yaml"
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ("algorithm.name=reinforce", "algorithm.name: input should be 'grpo' or 'ppo'"),
+        ("algorithm.name=reinforce", "algorithm.name: input should be 'grpo', 'dr_grpo', "),
         ("algorithm.ppo.gamma=1.01", "algorithm.ppo.gamma: input should be less than or equal"),
         ("algorithm.ppo.gamma=-0.1", "algorithm.ppo.gamma: input should be greater than or"),
         ("algorithm.ppo.gae_lambda=2", "algorithm.ppo.gae_lambda: input should be less than or"),

@@ -9,7 +9,7 @@ import pytest
 from rl_consistency.trainers.config.data_sections import DataSection
 from rl_consistency.trainers.data import sources
 from rl_consistency.trainers.data.examples import DataError, DataOrder, examples_of, mix_counts
-from rl_consistency.trainers.data.prompts import load_prompts
+from rl_consistency.trainers.data.prompts import PromptSet, load_prompts
 from rl_consistency.trainers.data.sources import read_rows
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
@@ -207,6 +207,16 @@ def test_a_mix_has_its_shares_and_visits_a_source_whole_before_again(shuffle):
     assert [again.batch(s) for s in (13, 2)] == [order.batch(13), order.batch(2)]
     if shuffle:
         assert DataOrder(50, 10, seed=4, parts=PARTS).batch(0) != order.batch(0)
+
+
+def test_an_answer_that_is_a_number_has_another_digest_than_its_text(tmp_path):
+    found = []
+    for answer in (3, 3, "3"):
+        path = written(tmp_path, "json", [{"question": "a", "answer": answer}])
+        examples = tuple(read(path=str(path))[0])
+        found.append(data_digests(PromptSet(examples=examples, prompts=([1],)), {}))
+        path.unlink()
+    assert found[0] == found[1] != found[2]
 
 
 def test_sources_without_weights_are_one_file_after_the_other(tiny_run):

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from rl_consistency.trainers.config.data_sections import RewardFunctionSection, RewardSection
 from rl_consistency.trainers.config.recipe import dump_config, load_config
-from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.data.examples import Example, examples_of
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy_files import PolicyError
 from rl_consistency.trainers.reward_calls import source_digest
@@ -75,6 +75,29 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.filterwarnings("ignore:all reward functions returned None")
 def test_a_function_is_called_as_it_wants_to_be(function, given, expected):
     assert scores(function, **given) == expected
+
+
+def test_a_number_of_the_data_is_a_number_in_the_calls_of_trl_and_verl():
+    rows = [{"question": "q", "answer": answer} for answer in (3, 2.5, "3")]
+    examples = examples_of(("", row) for row in rows)
+    assert [example.answer for example in examples] == ["3", "2.5", "3"]
+    seen = dict[str, Any]()
+
+    def trl(prompts, completions, answer, **_):
+        seen["trl"] = answer
+        return [0.0] * 3
+
+    def verl(ground_truth, **_):
+        seen.setdefault("verl", []).append(ground_truth)
+        return 0.0
+
+    def ours(prompts, completions, answers):
+        seen["ours"] = answers
+        return [0.0] * 3
+
+    terms = [RewardFunction(f.__name__, f, signature=f.__name__) for f in (trl, verl, ours)]
+    compute_rewards(terms, examples, TEXTS)
+    assert seen == {"trl": [3, 2.5, "3"], "verl": [3, 2.5, "3"], "ours": ["3", "2.5", "3"]}
 
 
 @pytest.mark.parametrize(
