@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 
 VARIABLE = "RL_CONSISTENCY_VLLM"
+_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Names of variables, by commas, that vLLM's Ray workers get from the process that starts them."""
+
 _OFF, _ON = ("", "0"), "1"
 
 
@@ -29,6 +32,8 @@ def register() -> None:
     require_covered()
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    copied = [name for name in os.environ.get(_COPIED, "").split(",") if name.strip() != VARIABLE]
+    os.environ[_COPIED] = ",".join([*filter(None, copied), VARIABLE])
     from rl_consistency.integrations.vllm.calls import add_calls
     from rl_consistency.integrations.vllm.model import register_models
 

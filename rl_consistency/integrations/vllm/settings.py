@@ -24,6 +24,14 @@ LOGPROBS = "processed_logprobs"
 """vLLM's name for logprobs of the distribution that tokens are drawn from."""
 
 
+LOAD_FORMATS = (
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"),
+    *("npcache", "pt", "mistral", "dummy"),
+)
+"""vLLM's ways to read a checkpoint that hand its tensors to `load_weights`, and no weights. Others
+write to the parameters: a dtype or shape that does not fit would be cast or cut."""
+
+
 class CanonicalConfig(VerifyAndUpdateConfig):
     """vLLM's hook for the configuration of an architecture."""
 
@@ -95,6 +103,8 @@ def _refused(vllm_config: Any) -> Iterator[str]:
     transfer = vllm_config.weight_transfer_config
     if transfer is not None and transfer.backend not in ("nccl", "ipc"):
         yield f"weights by {transfer.backend!r}, past load_weights (covered: nccl, ipc)"
+    if (given := vllm_config.load_config.load_format) not in LOAD_FORMATS:
+        yield f"load_format={given!r} (covered: {', '.join(LOAD_FORMATS)})"
     if vllm_config.lora_config is not None:
         yield "LoRA (merge the adapter into the weights)"
     if vllm_config.speculative_config is not None:

@@ -1,9 +1,13 @@
 """The entry point: off until asked, exact releases."""
 
+import os
+
 import pytest
 
 from rl_consistency.models.families import FAMILIES
 from tests.integrations.vllm.fake_vllm import ModelRegistry
+
+COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 @pytest.fixture
@@ -13,6 +17,7 @@ def register(monkeypatch):
     monkeypatch.setattr(versions, "version", lambda name: "0.26.0")
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(COPIED, "")
     ModelRegistry.models.clear()
     return register
 
@@ -39,6 +44,17 @@ def test_a_model_that_is_not_covered_is_not_served_by_vllms_own(register, monkey
     ModelRegistry.register_model("TransformersForCausalLM", object)
     register()
     assert "TransformersForCausalLM" not in ModelRegistry.models
+
+
+@pytest.mark.parametrize("own", ["", "MINE,OTHER", "RL_CONSISTENCY_VLLM"])
+def test_workers_that_ray_starts_get_the_variable_too(register, monkeypatch, own):
+    """vLLM gives them its own variables only, and one without ours serves vLLM's model."""
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
+    monkeypatch.setenv(COPIED, own)
+    register()
+    register()
+    kept = [name for name in own.split(",") if name not in ("", "RL_CONSISTENCY_VLLM")]
+    assert os.environ[COPIED].split(",") == [*kept, "RL_CONSISTENCY_VLLM"]
 
 
 def test_another_value_is_refused(register, monkeypatch):

@@ -72,6 +72,7 @@ REFUSED = {
     "cache_config__kv_offloading_size": (4.0, "keys from a connector"),
     "kv_transfer_config": (object(), "keys from a connector"),
     "weight_transfer_config": (SimpleNamespace(backend="sparse_nccl"), "weights by 'sparse_nccl'"),
+    "load_config__load_format": ("sharded_state", "load_format='sharded_state' .covered: auto,"),
     "lora_config": (object(), "merge the adapter"),
     "speculative_config": (object(), "speculation"),
     "model_config__runner_type": ("pooling", "runner 'pooling'"),
@@ -93,6 +94,17 @@ def test_what_is_not_covered_is_refused_by_name(settings, name):
     value, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         configured(settings, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["tensorizer", "runai_streamer_sharded", "ipc_cache", "own"])
+def test_weights_past_load_weights_are_refused_by_name(settings, name):
+    with pytest.raises(ValueError, match=f"load_format='{name}'"):
+        configured(settings, load_config__load_format=name)
+
+
+@pytest.mark.parametrize("name", ["auto", "safetensors", "runai_streamer", "dummy"])
+def test_checkpoints_that_reach_load_weights_are_taken(settings, name):
+    configured(settings, load_config__load_format=name)
 
 
 def test_an_installed_logits_processor_is_refused_by_name(settings, monkeypatch):
