@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,8 +69,6 @@ class CacheLayer(AttentionLayerBase):
 
 class Backend(AttentionBackend):
     """What vLLM asks about the cache; the model calls attention itself."""
-
-    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
 
     @staticmethod
     def get_name() -> str:

@@ -76,8 +76,10 @@ class Received:
             if parameter.dim() == 3:
                 self._parts[own] = len(parameter) * (1 + own.endswith(".gate_up_proj"))
         layers: Any = hf.get_submodule("model.layers")
-        # Of each window one layer.
-        self.witnesses = {layer.self_attn.window: i for i, layer in enumerate(layers)}.values()
+        # Of each window the first layer: what reads it makes keys of NaN in all layers behind, as
+        # far as old keys reach, which is further than a window.
+        first_of = {each.self_attn.window: i for i, each in reversed([*enumerate(layers)])}
+        self.witnesses = first_of.values()
         self.missing: set[str] = set()  # parameters that hold nobody's weights
         self.why = ""
         self.asleep = False
@@ -247,8 +249,8 @@ def begin_step(hf: nn.Module, caches: Sequence[Any], computed: Sequence[int]) ->
         computed: tokens [requests] of which the step's requests have keys in the cache.
 
     vLLM keeps its prefix cache and the requests under way when weights change. So before the first
-    step under new weights all keys of one layer of each window become NaN, and so do the logprobs
-    of whatever reads them, in any later step, also through copied blocks. ConsistencyError where
+    step under new weights all keys of the first layer of each window become NaN, and so do the
+    logprobs of whatever reads them, in any later step, also through copied blocks. ConsistencyError where
     all requests of that step would read them, and where weights are not whole, see `Received.end`.
     """
     received = _RECEIVED[hf]

@@ -350,6 +350,28 @@ def test_keys_of_older_weights_are_never_read_in_silence(preset, spoils):
         assert step(model, server, [(1, 8)])[1][:-1] == want
 
 
+def test_keys_of_older_weights_show_beyond_their_window():
+    """They reach further than a window: through the layers below, into keys of later tokens."""
+    config = preset_config("tiny-mistral")
+    config.sliding_window = 8
+    old, new = (build_lifelike(config, torch.bfloat16, seed=seed) for seed in (0, 1))
+    draw = random.Random(5)
+    head = [draw.randrange(200) for _ in range(2 * BLOCK_SIZE)]
+    sequences = [head, head + [draw.randrange(200) for _ in range(4 * BLOCK_SIZE)]]
+    with rl_consistency.patch(new, cuda_graphs=False):
+        model = served(old)
+        server = Server(model, sequences)
+        step(model, server, [(0, len(head))])
+        model.load_weights(named(new))
+        model.begin_step([0])
+        server.tables[1][:2], server.computed[1] = server.tables[0], len(head)
+        found = step(model, server, [(1, 4 * BLOCK_SIZE)])[1][:-1]
+        want = scored(new, sequences[1])[len(head) :]
+    wrong = [a == a and a != b for a, b in zip(found, want, strict=True)]
+    assert not any(wrong)
+    assert found[0] != found[0] and found[-1] == want[-1]
+
+
 def test_vllms_runner_has_each_step_looked_at():
     model = served(policy())
     state = object.__new__(model.get_model_state_cls())
