@@ -94,10 +94,6 @@ class Backend(AttentionBackend):
         next. Asked for since 0.31."""
         return (import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC,)
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
 
 class MetadataBuilder(AttentionMetadataBuilder):
     """Makes a `Step` of what vLLM knows of one."""

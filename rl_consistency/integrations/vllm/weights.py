@@ -250,8 +250,9 @@ def begin_step(hf: nn.Module, caches: Sequence[Any], computed: Sequence[int]) ->
 
     vLLM keeps its prefix cache and the requests under way when weights change. So before the first
     step under new weights all keys of the first layer of each window become NaN, and so do the
-    logprobs of whatever reads them, in any later step, also through copied blocks. ConsistencyError where
-    all requests of that step would read them, and where weights are not whole, see `Received.end`.
+    logprobs of whatever reads them, in any later step, also through copied blocks. ConsistencyError
+    where all requests of that step would read them, and where weights are not whole, see
+    `Received.end`.
     """
     received = _RECEIVED[hf]
     if not received.changed and not received.parameter(next(iter(received.modules))).is_meta:

@@ -1,9 +1,12 @@
 """The entry point: off until asked, exact releases."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+from rl_consistency.integrations.vllm.calls import CALLS
 from rl_consistency.models.families import FAMILIES
 from tests.integrations.vllm.fake_vllm import ModelRegistry
 
@@ -80,3 +83,9 @@ def test_a_release_that_is_not_covered_is_refused_by_name(register, monkeypatch,
     with pytest.raises(ValueError, match=rf"vLLM {found} is installed.*pip install vllm==0.26.0"):
         register()
     assert not ModelRegistry.models
+
+
+def test_the_calls_that_the_page_names_exist():
+    """They need no function, which vLLM's processes take as pickles alone."""
+    page = Path(__file__).parents[3].joinpath("docs", "vllm.md").read_text("utf-8")
+    assert set(re.findall(r'collective_rpc\("(\w+)"\)', page)) == CALLS.keys()
