@@ -205,6 +205,13 @@ def stops_of(trainer: Any) -> dict[str, Any]:
     return found
 
 
+def setting(config: Any, path: str) -> Any:
+    """What a config, of objects or mappings, has at a path with points; None where it is missing."""
+    for name in path.split("."):
+        config = config.get(name) if hasattr(config, "get") else getattr(config, name, None)
+    return config
+
+
 def _uncovered(trainer: Any, covered: Covered) -> Iterator[str]:
     for path, (allowed, remedy) in covered.items():
         owner, _, name = path.rpartition(".")

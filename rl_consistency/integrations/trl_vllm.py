@@ -7,13 +7,11 @@ Its workers have to run the plug-in (`integrations/vllm`), and are asked by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from rl_consistency.integrations.refusals import check_same_model
+from rl_consistency.integrations.refusals import check_same_model, setting
 from rl_consistency.integrations.vllm.calls import DIGEST, DIGESTS, FINGERPRINT
 from rl_consistency.integrations.vllm.weights import check_sync
 from rl_consistency.numerics.errors import ConsistencyError
@@ -56,7 +54,7 @@ class VLLMSync:
         dtype = str(next(self._policy.parameters()).dtype)
         settings = _SETTINGS | {"model_config.dtype": (dtype, "training has this one")}
         for path, (allowed, why) in settings.items():
-            if (found := str(reduce(_field, path.split("."), config))) != allowed:
+            if (found := str(setting(config, path))) != allowed:
                 raise ValueError(f"{self._name} has {path}={found}; set {allowed}: {why}.")
         ours = fingerprint(self._policy.device)
         for theirs in workers:
@@ -106,7 +104,3 @@ class VLLMSync:
             f"{self._name} does not run the plug-in of rl_consistency ({found}); "
             f"{_START[self._mode]}, and vllm_model_impl is not 'transformers'."
         )
-
-
-def _field(config: Any, name: str) -> Any:
-    return config[name] if isinstance(config, Mapping) else getattr(config, name)

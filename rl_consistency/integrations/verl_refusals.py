@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_consistency.integrations.refusals import Covered
+from rl_consistency.integrations.refusals import Covered, setting
 
 _DTYPES = ("bf16", "bfloat16", "fp32", "float32")
 
@@ -54,9 +54,7 @@ def refuse(covered: Covered, **configs: Any) -> None:
     """ValueError naming an option of verl's configs that has another value than the covered one.
     An option that is missing or None is off."""
     for path, (allowed, remedy) in covered.items():
-        found: Any = configs
-        for name in path.split("."):
-            found = found.get(name) if hasattr(found, "get") else getattr(found, name, None)
+        found = setting(configs, path)
         values = allowed if isinstance(allowed, tuple) else (allowed,)
         if found is not None and found not in values:
             raise ValueError(f"rl_consistency in verl does not cover {path}={found!r}; {remedy}.")
