@@ -114,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--set", action="append", default=[], help="as of rl-consistency train")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args.folder.mkdir(parents=True, exist_ok=True)
     given = [f"training.steps={args.steps}", *args.set]
     given += [f"policy.path={args.model}"] if args.model else []
@@ -130,4 +129,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
