@@ -206,7 +206,7 @@ def stops_of(trainer: Any) -> dict[str, Any]:
 
 
 def setting(config: Any, path: str) -> Any:
-    """What a config, of objects or mappings, has at a path with points; None where it is missing."""
+    """What a config, of objects or mappings, has at a dotted path; None where it is missing."""
     for name in path.split("."):
         config = config.get(name) if hasattr(config, "get") else getattr(config, name, None)
     return config
