@@ -8,6 +8,7 @@ names below, and the model runs `paged_hidden_states` over vLLM's memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -54,18 +55,25 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.settings import verify_settings
 
+_log = logging.getLogger(f"vllm.{__name__}")  # for vLLM's handlers
+
 ARCHITECTURES = tuple(f"{prefix}ForCausalLM" for prefix in FAMILIES.values())
 
 
 def register_models() -> None:
-    """Let vLLM make the class below for every architecture that is covered, and know no other:
-    those would be served by vLLM's own models, and not be exact. It refuses other requests, too."""
+    """Let vLLM make the class below for every architecture that is covered, and know no other,
+    now or later: their models would not be exact. It refuses other requests, too."""
     for name in set(ModelRegistry.models) - set(ARCHITECTURES):
         del ModelRegistry.models[name]
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, CanonicalForCausalLM)
+        type(ModelRegistry).register_model(ModelRegistry, name, CanonicalForCausalLM)
         MODELS_CONFIG_MAP[name] = CanonicalConfig
+    ModelRegistry.register_model = _pass_over  # for plug-ins that vLLM loads behind this one
     install_refusals()
+
+
+def _pass_over(model_arch: str, model_cls: Any) -> None:
+    _log.warning("rl_consistency: %s is not served by %s.", model_arch, model_cls)
 
 
 @eager_break_during_capture  # between two graphs, where prefill runs through breakable ones

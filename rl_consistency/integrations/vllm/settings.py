@@ -117,6 +117,7 @@ def _refused(vllm_config: Any) -> Iterator[str]:
     for owner, name in (
         (model, "enable_prompt_embeds"),
         (model, "logits_processors"),
+        (model, "model_class_overrides"),
         *((model, name) for name in ("return_sampling_mask", "enable_trace_replay")),  # since 0.31
         (outputs, "enable_return_routed_experts"),
         (vllm_config, "watermark_config"),  # since 0.31

@@ -76,12 +76,15 @@ SamplerOutput = make_dataclass(
 )
 
 
-class ModelRegistry:
-    models: ClassVar[dict[str, type]] = {}
+class _ModelRegistry:
+    def __init__(self):
+        self.models = {}
 
-    @classmethod
-    def register_model(cls, model_arch, model_cls):
-        cls.models[model_arch] = model_cls
+    def register_model(self, model_arch, model_cls):
+        self.models[model_arch] = model_cls
+
+
+ModelRegistry = _ModelRegistry()
 
 
 class VerifyAndUpdateConfig:

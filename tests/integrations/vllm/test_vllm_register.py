@@ -22,6 +22,7 @@ def register(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv(COPIED, "")
     ModelRegistry.models.clear()
+    vars(ModelRegistry).pop("register_model", None)
     return register
 
 
@@ -47,6 +48,18 @@ def test_a_model_that_is_not_covered_is_not_served_by_vllms_own(register, monkey
     ModelRegistry.register_model("TransformersForCausalLM", object)
     register()
     assert "TransformersForCausalLM" not in ModelRegistry.models
+
+
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "TheirsForCausalLM"])
+def test_a_model_that_comes_later_is_not_served_either(register, monkeypatch, name):
+    """Of a plug-in behind this one, or of vLLM's `model_class_overrides`."""
+    monkeypatch.setenv("RL_CONSISTENCY_VLLM", "1")
+    register()
+    ours = dict(ModelRegistry.models)
+    ModelRegistry.register_model(name, object)
+    assert ModelRegistry.models == ours
+    register()
+    assert ModelRegistry.models == ours
 
 
 @pytest.mark.parametrize("own", ["", "MINE,OTHER", "RL_CONSISTENCY_VLLM"])

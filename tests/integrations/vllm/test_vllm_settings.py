@@ -80,6 +80,7 @@ REFUSED = {
     "model_config__enable_prompt_embeds": (True, "enable_prompt_embeds"),
     "model_config__enable_return_routed_experts": (True, "enable_return_routed_experts"),
     "model_config__logits_processors": (["a"], "logits_processors"),
+    "model_config__model_class_overrides": ({"Qwen3ForCausalLM": "a:B"}, "model_class_overrides"),
     "model_config__return_sampling_mask": (True, "return_sampling_mask"),
     "model_config__enable_trace_replay": (True, "enable_trace_replay"),
     "watermark_config": (object(), "watermark_config"),
