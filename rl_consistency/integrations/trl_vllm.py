@@ -73,7 +73,7 @@ class VLLMSync:
         else:
             emptied = self._backend.llm.reset_prefix_cache()
         if not emptied:
-            why = "which it does while requests run; let nobody else send it any"
+            why = "which it does while requests run; let no other client send it any"
             raise ConsistencyError(f"{self._name} kept cached keys of the old weights, {why}")
 
     def _call(self, method: str) -> list[Any]:

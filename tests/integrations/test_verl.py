@@ -29,7 +29,7 @@ PROMPTS, RESPONSES = (5, 3, 9, 2), (7, 4, 0, 11)
 
 @pytest.fixture
 def ours(monkeypatch):
-    """The integration, imported anew over the fakes."""
+    """The integration, imported again over the fakes."""
     fake_verl.install(monkeypatch)
     yield importlib.import_module("rl_consistency.integrations.verl")
     for name in fake_verl.OURS:

@@ -1,6 +1,6 @@
 """New weights in the model that vLLM serves: what arrived, and what may be computed with it.
 
-Nobody tells a worker where a sync ends: TRL sends a parameter a call, verl and vLLM's transfer
+A worker is not told where a sync ends: TRL sends a parameter a call, verl and vLLM's transfer
 engines send buckets. A sync here is all that arrives between two steps of the model, and the step
 that follows looks whether it may run. Nothing here imports vLLM, so that a trainer may import it.
 """
@@ -80,7 +80,7 @@ class Received:
         # far as old keys reach, which is further than a window.
         first_of = {each.self_attn.window: i for i, each in reversed([*enumerate(layers)])}
         self.witnesses = first_of.values()
-        self.missing: set[str] = set()  # parameters that hold nobody's weights
+        self.missing: set[str] = set()  # parameters whose weights did not arrive
         self.why = ""
         self.asleep = False
         self.may_convert = may_convert
