@@ -109,6 +109,11 @@ def vllm(settings: Mapping[str, Any]) -> Engine:
         gpu_memory_utilization=0.1,
     )
     engine.apply_model(redraw)
+    return generation(module, engine)
+
+
+def generation(module: Any, engine: Any) -> Engine:
+    """Completions of an engine of the module vLLM, with the logprobs of their tokens."""
     options = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 
     def prepared(prompts: Any, counts: Any) -> Callable[[], list[int]]:

@@ -10,12 +10,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollout.engine_process import Engine, measured
+from benchmarks.rollout.engine_process import Engine, generation, measured
 
 KV_BLOCK, CACHE_SHARE = 16, 0.85
 LOADS = 3
@@ -65,14 +64,6 @@ def vllm(settings: Mapping[str, Any]) -> tuple[Engine, Load]:
         seed=0,
         **settings["vllm"],
     )
-    options = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
-
-    def prepared(prompts: Any, counts: Any) -> Callable[[], list[int]]:
-        sampling = [module.SamplingParams(max_tokens=count, **options) for count in counts]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        run = partial(engine.generate, inputs, sampling, use_tqdm=False)
-        return lambda: [len(each.outputs[0].token_ids) for each in run()]
-
     folder = settings["model"]
 
     def load() -> float:
@@ -81,7 +72,7 @@ def vllm(settings: Mapping[str, Any]) -> tuple[Engine, Load]:
         engine.reset_prefix_cache()
         return seconds
 
-    return prepared, load
+    return generation(module, engine), load
 
 
 def load_again(model: Any, folder: str) -> float:

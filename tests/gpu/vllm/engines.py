@@ -21,22 +21,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from benchmarks.rollout.engines import ENVIRONMENT as BENCHED
 from tests.gpu.vllm.policies import Drawn
 
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
+ENVIRONMENT = {**BENCHED, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """No network, and no kernels that need a CUDA toolkit."""
 
 SWITCH = "RL_CONSISTENCY_VLLM"
